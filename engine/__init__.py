@@ -1,0 +1,1 @@
+"""The second clock: a real torch/Triton engine driven by the same scheduler."""

@@ -1,0 +1,1 @@
+"""What the simulator and the engine share: requests, KV pages, plans, the scheduler and its policies."""

@@ -1,0 +1,1 @@
+"""Real against simulated: calibration, comparison, parity, regressions, reports."""
