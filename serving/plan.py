@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from serving.scheduler import Scheduler
+    from serving.sequence import Sequence
 
 
 class StepShape(NamedTuple):
@@ -18,3 +23,76 @@ class StepShape(NamedTuple):
     decode_context_tokens: int = 0
     logits_rows: int = 0
     query_tokens_per_decode: int = 1
+
+
+class BatchPlan:
+    """The work of one step, as the aggregate that prices it plus the sequences that change.
+
+    ``chunks`` and ``prefills`` run in parallel: ``prefills[i]`` computes ``chunks[i] = (new tokens, context before)``.
+    ``completing`` are the prefills that reach the end of what is known and so sample a token. ``decodes`` sequences produce
+    one token each; ``decoding()`` names them. ``ended`` hit the wall of the pool and were closed while planning.
+    ``clock`` counts the replica's decode steps, this one included.
+    """
+
+    __slots__ = (
+        "admitted", "ask_again_s", "chunks", "clock", "completing", "decode_context_tokens", "decodes", "ended", "logits_rows",
+        "now_s", "preempted", "prefills", "query_tokens_per_decode", "scheduler", "step", "steps", "valid_until_s",
+    )  # fmt: skip
+
+    def __init__(self, scheduler: Scheduler, step: int, now_s: float) -> None:
+        self.scheduler = scheduler
+        self.step = step
+        self.now_s = now_s
+        self.steps = 1  # successive decode steps that this plan stands for, once extended
+        self.chunks: list[tuple[int, int]] = []
+        self.prefills: list[Sequence] = []
+        self.completing: list[Sequence] = []
+        self.admitted: list[Sequence] = []
+        self.preempted: list[Sequence] = []
+        self.ended: list[Sequence] = []
+        self.decodes = 0
+        self.decode_context_tokens = 0
+        self.query_tokens_per_decode = 1
+        self.logits_rows = 0
+        self.clock = 0
+        self.valid_until_s = -math.inf  # the same decision holds for steps that start before this, barring an event
+        self.ask_again_s = -math.inf  # an empty plan with work queued says when to ask again
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to execute."""
+        return not self.decodes and not self.chunks
+
+    def shape(self) -> StepShape:
+        """The frozen shape of this step."""
+        return StepShape(tuple(self.chunks), self.decodes, self.decode_context_tokens, self.logits_rows, self.query_tokens_per_decode)
+
+    def decoding(self) -> list[Sequence]:
+        """The sequences that decode in this step, in admission order; ask before the next plan is made."""
+        return self.scheduler.decoding_in(self)
+
+    def decode_contexts(self) -> list[int]:
+        """KV entries that each decoding sequence attends to in this step (the new one included), in admission order."""
+        return [self.scheduler.computed_at(seq, self.clock) for seq in self.decoding()]
+
+
+class StepResult(NamedTuple):
+    """What came of a plan: when it ended and which sequences ended with it, each with its reason."""
+
+    end_s: float
+    finished: list[tuple[Sequence, str]] = []  # noqa: RUF012 - never mutated; the common case is the shared empty list
+
+
+class Outcome(NamedTuple):
+    """What a policy's ``observe`` is told of a request that left the replica."""
+
+    class_name: str
+    priority: int
+    arrival_s: float
+    scheduled_s: float
+    first_token_s: float
+    finish_s: float
+    prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    status: str

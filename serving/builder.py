@@ -1,0 +1,241 @@
+"""What a batching policy fills: the token, sequence and block arithmetic of one step.
+
+A policy reads ``tokens_left``, ``seats_left``, ``partials``, ``running``, ``head()`` and calls ``continue_decodes``,
+``add_chunk``, ``admit``, ``preempt``. Order matters: preempt for a more urgent request first, then continue the decodes
+(preempting until they fit), then partial prefills, then admissions. Everything takes effect at once.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from serving.plan import BatchPlan
+from serving.sequence import PREFILLING, Sequence
+
+if TYPE_CHECKING:
+    from serving.running import Running
+    from serving.scheduler import Scheduler
+
+ADMITTED, NO_SEAT, NO_TOKENS, NO_BLOCKS, ENDED_AT_WALL = "admitted", "no seat", "no tokens", "no blocks", "ended at the wall"
+
+
+class PlanBuilder:
+    """One per scheduler, reused for every step."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        policies = scheduler.policies
+        self.scheduler = scheduler
+        self.pool = scheduler.pool
+        self.ordering = policies.ordering
+        self.window = policies.window
+        self.victim = policies.victim
+        self.evicts_from_s = getattr(policies.ordering, "evicts_from_s", None)
+        self.evicts = self.evicts_from_s is not None
+        self._skipped: list[tuple[tuple, Sequence]] = []
+        self._max_tokens = policies.limits.max_batch_tokens
+        self._max_seqs = policies.limits.max_batch_seqs
+        self._max_chunk = policies.limits.max_chunk_tokens or policies.limits.max_batch_tokens
+        self.plan: BatchPlan
+        self.now_s = 0.0
+        self.tokens_left = 0
+        self.seats_left = 0
+        self.whole_prompts = False  # a policy that never cuts a prompt sets this
+
+    # -- life of a plan -------------------------------------------------------------------------------------------------
+
+    def begin(self, now_s: float) -> BatchPlan:
+        """Start an empty plan."""
+        scheduler = self.scheduler
+        self.now_s = now_s
+        self.plan = plan = BatchPlan(scheduler, scheduler.steps, now_s)
+        plan.clock = scheduler.clock
+        self.tokens_left = self._max_tokens
+        self.seats_left = self._max_seqs - len(scheduler.running)
+        return plan
+
+    def finish(self) -> None:
+        """Close the plan: put bypassed requests back, and let it stand for more steps only if nothing else changed in it."""
+        if self._skipped:
+            self.restore_bypassed()
+        plan = self.plan
+        plan.logits_rows = plan.decodes + len(plan.completing)
+        if plan.chunks or plan.preempted or plan.ended:
+            plan.valid_until_s = -1.0
+
+    # -- views ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait and have not been bypassed in this plan."""
+        return self.scheduler.waiting_count - len(self._skipped)
+
+    @property
+    def waiting_since_s(self) -> float:
+        """Arrival of the first request that found the queue empty: when the present collection began."""
+        return self.scheduler.waiting_since_s
+
+    @property
+    def decodes(self) -> int:
+        """Sequences that are ready to decode."""
+        return self.scheduler.decoding
+
+    @property
+    def partials(self) -> list[Sequence]:
+        """Admitted sequences whose prefill is not complete, in admission order."""
+        return self.scheduler.partials
+
+    @property
+    def running(self) -> Running:
+        """All running sequences."""
+        return self.scheduler.running
+
+    def head(self) -> Sequence | None:
+        """The first waiting sequence that is not bypassed."""
+        return self.scheduler.head()
+
+    def blocks_needed(self, seq: Sequence) -> int:
+        """Free blocks that admitting the whole of waiting ``seq`` would use, cached ones that nobody references included."""
+        known = seq.request.prompt_tokens + seq.generated
+        need = self.pool.blocks_for(known)
+        if seq.keys is not None:
+            hit = self.pool.match(seq.keys, (known - 1) // self.pool.block_tokens)
+            need += hit.idle_blocks - hit.blocks
+        return need
+
+    # -- decisions ------------------------------------------------------------------------------------------------------
+
+    def continue_decodes(self) -> int:
+        """Give every decoding sequence its next token. Returns 0, or the blocks that are short (then nothing has changed)."""
+        scheduler, plan = self.scheduler, self.plan
+        count = scheduler.decoding
+        if not count:
+            return 0
+        need = scheduler.phases[scheduler.clock % self.pool.block_tokens]
+        if need:
+            if need > self.pool.free:
+                return need - self.pool.free
+            self.pool.take(need)
+        scheduler.clock = plan.clock = scheduler.clock + 1
+        scheduler.context += count
+        plan.decodes = count
+        plan.decode_context_tokens = scheduler.context
+        self.tokens_left -= count
+        return 0
+
+    def add_chunk(self, seq: Sequence, tokens: int | None = None) -> int:
+        """Compute up to ``tokens`` (default: what the budgets allow) more of partial ``seq``.
+
+        Returns the tokens taken: 0 when the token budget is used up, or minus the blocks that are short.
+        """
+        known = seq.request.prompt_tokens + seq.generated
+        new = min(known - seq.computed, self.tokens_left, self._max_chunk)
+        if tokens is not None:
+            new = min(new, tokens)
+        if new <= 0:
+            return 0
+        need = self.pool.blocks_for(seq.computed + new) - self.pool.blocks_for(seq.computed)
+        if need > self.pool.free:
+            return self.pool.free - need
+        self.pool.take(need)
+        self._schedule_chunk(seq, new, known)
+        return new
+
+    def admit(self) -> str:
+        """Admit the head of the queue and compute its first chunk. Returns ADMITTED, or what stood in the way.
+
+        The pool must have room for all that is known of the sequence, though it takes blocks only as chunks need them.
+        """
+        scheduler, pool = self.scheduler, self.pool
+        if self.seats_left <= 0:
+            return NO_SEAT
+        seq = scheduler.head()
+        known = seq.request.prompt_tokens + seq.generated
+        need = pool.blocks_for(known)
+        if need > pool.total:
+            heappop(scheduler.waiting)
+            scheduler.end_at_wall(seq, self.now_s)
+            self.plan.ended.append(seq)
+            return ENDED_AT_WALL
+        hit = None
+        cached = 0
+        if seq.keys is not None:
+            hit = pool.match(seq.keys, (known - 1) // pool.block_tokens)
+            cached = hit.blocks * pool.block_tokens
+            need += hit.idle_blocks - hit.blocks
+        new = min(known - cached, self.tokens_left, self._max_chunk)
+        if new <= 0 or (self.whole_prompts and new < known - cached and self.plan.chunks):
+            return NO_TOKENS
+        if need > pool.free:
+            return NO_BLOCKS
+        self._seat(seq)
+        if cached:
+            pool.share(seq, hit)
+        seq.computed = cached
+        if not seq.preemptions:
+            seq.cached_tokens = cached
+        pool.take(pool.blocks_for(cached + new) - seq.shared_blocks)
+        self._schedule_chunk(seq, new, known)
+        return ADMITTED
+
+    def _seat(self, seq: Sequence) -> None:
+        scheduler = self.scheduler
+        heappop(scheduler.waiting)
+        scheduler.waiting_count -= 1
+        scheduler.admissions = seq.admission_index = scheduler.admissions + 1
+        if seq.scheduled_s != seq.scheduled_s:
+            seq.scheduled_s = self.now_s
+        scheduler.running.add(seq)
+        self.seats_left -= 1
+        self.plan.admitted.append(seq)
+
+    def _schedule_chunk(self, seq: Sequence, new: int, known: int) -> None:
+        plan = self.plan
+        plan.chunks.append((new, seq.computed))
+        plan.prefills.append(seq)
+        self.tokens_left -= new
+        seq.computed += new
+        if seq.computed == known:
+            if seq.state == PREFILLING:
+                self.scheduler.partials.remove(seq)
+            plan.completing.append(seq)
+            self.scheduler.enter_decoding(seq)
+        elif seq.state != PREFILLING:
+            seq.state = PREFILLING
+            self.scheduler.partials.append(seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Evict ``seq``, which must not hold a chunk in this plan; it waits again, at its place in the order.
+
+        The last running sequence gains nothing from its own eviction when even the whole pool is too small for it: it ends.
+        """
+        scheduler = self.scheduler
+        if len(scheduler.running) == 1 and not self._fits_alone(seq):
+            scheduler.end_at_wall(seq, self.now_s)
+            self.plan.ended.append(seq)
+        else:
+            scheduler.preempt(seq)
+            self.plan.preempted.append(seq)
+        self.seats_left += 1
+
+    def _fits_alone(self, seq: Sequence) -> bool:
+        computed = seq.computed if seq.state == PREFILLING else self.scheduler.computed_at(seq, self.scheduler.clock)
+        return self.pool.blocks_for(computed + 1) <= self.pool.total
+
+    def bypass(self) -> None:
+        """Set the head aside for this plan, so that the next in the queue becomes the head."""
+        self._skipped.append(heappop(self.scheduler.waiting))
+
+    def restore_bypassed(self) -> None:
+        """Put the bypassed requests back in the queue."""
+        for entry in self._skipped:
+            heappush(self.scheduler.waiting, entry)
+        self._skipped.clear()
+
+    def valid_until(self, until_s: float) -> None:
+        """Promise the same decision for every later step that starts before ``until_s``, barring an event."""
+        self.plan.valid_until_s = until_s
+
+    def ask_again(self, at_s: float) -> None:
+        """Say when an empty plan is worth asking for again."""
+        self.plan.ask_again_s = at_s

@@ -1,0 +1,1 @@
+"""Admission policies: who may queue at all."""

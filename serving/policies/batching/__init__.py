@@ -1,0 +1,1 @@
+"""Batching policies: what one step holds."""

@@ -1,0 +1,46 @@
+"""Chunked prefill: every step continues all decodes and fills the rest of its token budget with prefill chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from serving.errors import InputError, nearest
+from serving.policies.moves import admit_waiting, continue_decodes, continue_prefills, evict_for_urgent
+
+if TYPE_CHECKING:
+    from serving.builder import PlanBuilder
+
+
+class ChunkedPrefill:
+    """Decodes first, then prefills in progress, then admissions in queue order.
+
+    ``head_of_line``: ``block`` waits when the head of the queue does not fit; ``skip`` lets others pass it, each head at most
+    ``max_bypasses`` times.
+    """
+
+    def __init__(self, *, head_of_line: str = "block", max_bypasses: int = 16) -> None:
+        if head_of_line not in ("block", "skip"):
+            raise InputError("head_of_line", f"'{head_of_line}' is not a mode", nearest(head_of_line, ("block", "skip")))
+        if max_bypasses < 0:
+            raise InputError("max_bypasses", f"must not be negative, got {max_bypasses}")
+        self.head_of_line = head_of_line
+        self.max_bypasses = max_bypasses
+
+    def plan(self, batch: PlanBuilder) -> None:
+        """Fill one step."""
+        waiting = batch.waiting
+        change_s = evict_for_urgent(batch) if waiting and batch.evicts else float("inf")
+        evicted = len(batch.plan.preempted)
+        if batch.decodes:
+            continue_decodes(batch)
+        short = len(batch.plan.preempted) > evicted
+        if batch.partials:
+            short = not continue_prefills(batch) or short
+        if waiting and not short:
+            open_s = batch.window.open_s(batch)
+            if open_s <= batch.now_s:
+                admit_waiting(batch, self.head_of_line, self.max_bypasses)
+            else:
+                change_s = min(change_s, open_s)
+                batch.ask_again(open_s)
+        batch.valid_until(change_s)

@@ -1,0 +1,1 @@
+"""Ordering policies: who is next."""

@@ -1,0 +1,1 @@
+"""Preemption policies: who gives way."""

@@ -1,0 +1,97 @@
+"""One protocol per kind of decision, each a few lines.
+
+Policies read views and never a clock of their own, nor a request's true output length. Private state changes only in
+``observe(outcome)``, which any policy may define and which is called when a request leaves the replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from serving.request import Request
+
+if TYPE_CHECKING:
+    from serving.builder import PlanBuilder
+    from serving.running import Running
+    from serving.scheduler import Scheduler
+    from serving.sequence import Sequence
+
+
+class Ordering(Protocol):
+    """Who is next."""
+
+    def key(self, request: Request, queue: Scheduler) -> tuple:
+        """Sort key of a waiting request, computed once at submission; smaller goes first; must end in the request id."""
+
+    def evicts_from_s(self, request: Request) -> float:
+        """Time from which a waiting request may evict running work of a strictly less urgent class; inf for never."""
+
+
+class Batching(Protocol):
+    """What one step holds."""
+
+    def plan(self, batch: PlanBuilder) -> None:
+        """Fill the builder."""
+
+
+class Window(Protocol):
+    """When waiting requests may be admitted."""
+
+    def open_s(self, batch: PlanBuilder) -> float:
+        """Time from which admission is allowed (at or before ``batch.now_s``: now)."""
+
+
+class Victim(Protocol):
+    """Who gives way."""
+
+    def choose(self, running: Running, beneficiary: Sequence | None) -> Sequence | None:
+        """For None blocks are short and a victim must be named; else one strictly less urgent than the beneficiary, or None."""
+
+
+class Admission(Protocol):
+    """Who may queue at all."""
+
+    def admit(self, request: Request, queue: Scheduler) -> str | None:
+        """None to accept, or the name of the limit for which the request is refused."""
+
+
+class Routing(Protocol):
+    """Which replica serves a request."""
+
+    def route(self, request: Request, fleet: Fleet) -> int:
+        """Index of the chosen replica."""
+
+
+class Fleet(Protocol):
+    """What a router may know. Signals are as old as ``signal_age_s`` says; what it routed itself it knows at once."""
+
+    now_s: float
+    outstanding_tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Budgets of one step. ``max_chunk_tokens`` caps the share of one prompt; None leaves it to the token budget."""
+
+    max_batch_tokens: int = 2048
+    max_batch_seqs: int = 256
+    max_chunk_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """The decisions of one replica. Policies keep state: build a set for each replica."""
+
+    ordering: Ordering
+    batching: Batching
+    window: Window
+    victim: Victim
+    admission: Admission
+    limits: Limits
+
+    def observers(self) -> list[Callable]:
+        """The ``observe`` methods of those policies that learn from outcomes."""
+        members = (self.ordering, self.batching, self.window, self.victim, self.admission)
+        return [policy.observe for policy in members if hasattr(policy, "observe")]

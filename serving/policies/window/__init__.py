@@ -1,0 +1,1 @@
+"""Batching windows: when waiting requests may be admitted."""

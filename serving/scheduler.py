@@ -1,0 +1,313 @@
+"""The one mechanism: it plans steps with the policies it is given and commits what came of them.
+
+    schedule(now_s) -> BatchPlan         the policies fill a PlanBuilder; the effects are applied at once
+    commit(plan, result)                 first tokens, cache entries, finishes
+
+Counters advance when a step is *planned*, so that the next step may be planned before this one's result is known
+(``max_in_flight``). Plans run in order on one stream: a block given back while a plan is in flight can only be written by a
+plan that runs after it.
+
+All decoding sequences are one aggregate: their number, the sum of their contexts, a clock that counts decode steps, and for
+each position within a block the number of sequences there, which gives the blocks that the next step needs. A sequence's own
+counters are settled when it leaves, so a step costs what changes in it, not what runs in it.
+"""
+
+from __future__ import annotations
+
+import math
+from heapq import heappop, heappush
+
+from serving.builder import PlanBuilder
+from serving.kv_pool import KVPool
+from serving.plan import BatchPlan, Outcome, StepResult
+from serving.policies import Policies
+from serving.request import Request
+from serving.running import Running
+from serving.sequence import DECODING, ENDED, PREFILLING, WAITING, Sequence
+
+
+class BrokenPolicyError(RuntimeError):
+    """A policy broke a rule of the seam: names the policy, the step and the rule."""
+
+
+class Scheduler:
+    """Schedules one replica. ``limits`` are the budgets of a step; ``policies`` are the decisions.
+
+    Drive it with ``submit`` / ``abort`` for requests and ``schedule`` / ``commit`` for steps. It keeps no clock: every time is
+    an argument. It never sees how many tokens a request will generate.
+    """
+
+    def __init__(self, pool: KVPool, policies: Policies, *, max_in_flight: int = 1) -> None:
+        self.pool = pool
+        self.policies = policies
+        self.max_in_flight = max_in_flight
+        self.steps = 0
+        self.in_flight = 0
+        self.preemptions = 0
+        self.submitted = 0
+        self.admissions = 0
+        self.waiting_count = 0
+        self.waiting_since_s = math.inf
+        self.waiting: list[tuple[tuple, Sequence]] = []  # a heap; sequences that left are skipped when they surface
+        self.partials: list[Sequence] = []
+        self.running = Running(self)
+        self.clock = 0  # decode steps planned so far
+        self.decoding = 0
+        self.context = 0  # sum of `computed` over the decoding sequences
+        self.phases = [0] * pool.block_tokens  # decoding sequences by the clock at which they next need a block
+        self.now_s = -math.inf
+        self._live: dict[int, Sequence] = {}
+        self._builder = PlanBuilder(self)
+        self._observers = policies.observers()
+
+    # -- requests -------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, now_s: float) -> Sequence | str:
+        """Queue ``request`` and return its sequence, or return the name of the limit for which it is refused."""
+        self.now_s = now_s
+        refusal = self.policies.admission.admit(request, self)
+        if refusal is not None:
+            return refusal
+        self.submitted += 1
+        keys = request.prefix_hashes if request.prefix_hashes and self.pool.prefix_caching else None
+        seq = Sequence(request, self.policies.ordering.key(request, self), keys, self.pool.root)
+        self._live[request.request_id] = seq
+        self._enqueue(seq)
+        return seq
+
+    def _enqueue(self, seq: Sequence) -> None:
+        heappush(self.waiting, (seq.key, seq))
+        if not self.waiting_count:
+            self.waiting_since_s = seq.request.arrival_s
+        self.waiting_count += 1
+
+    def abort(self, request_id: int, now_s: float) -> Sequence | None:
+        """Drop a request in whatever state it is; returns its sequence, or None when it is not (or no longer) here."""
+        seq = self._live.get(request_id)
+        if seq is None:
+            return None
+        if seq.state == WAITING:
+            self.waiting_count -= 1
+        else:
+            self.leave(seq, self.clock)
+            self._publish_all(seq)
+            self.pool.release(seq)
+        self._end(seq, now_s, "aborted")
+        return seq
+
+    def cached_tokens(self, request: Request) -> int:
+        """Prompt tokens of ``request`` that the prefix cache holds now (for ordering and routing policies)."""
+        keys = request.prefix_hashes
+        if not keys or not self.pool.prefix_caching:
+            return 0
+        return self.pool.match(keys, (request.prompt_tokens - 1) // self.pool.block_tokens).blocks * self.pool.block_tokens
+
+    # -- steps ----------------------------------------------------------------------------------------------------------
+
+    def schedule(self, now_s: float) -> BatchPlan:
+        """Plan the next step. An empty plan means that there is nothing to do before ``plan.ask_again_s`` or an arrival."""
+        if self.in_flight >= self.max_in_flight:
+            raise RuntimeError(f"{self.in_flight} plans are in flight already; commit one first")
+        self.now_s = now_s
+        builder = self._builder
+        while True:
+            plan = builder.begin(now_s)
+            self.policies.batching.plan(builder)
+            builder.finish()
+            if plan.chunks or plan.decodes:
+                self.in_flight += 1
+                self.steps += 1
+                return plan
+            if plan.preempted:
+                continue  # a plan that only preempts has made room: plan again with it
+            if self.running and not self.in_flight:
+                raise BrokenPolicyError(
+                    f"batching policy {type(self.policies.batching).__name__}, step {plan.step}: sequences run but the plan is empty"
+                )
+            if self.waiting_count and not self.in_flight and not plan.ask_again_s > now_s:
+                raise BrokenPolicyError(
+                    f"batching policy {type(self.policies.batching).__name__}, step {plan.step}: an empty plan with requests queued must "
+                    "say when to ask again"
+                )
+            return plan
+
+    def steps_possible(self, plan: BatchPlan, limit: int) -> int:
+        """How many successive steps, at most ``limit``, the decode-only ``plan`` can stand for before blocks run short."""
+        free, width, count = self.pool.free, self.pool.block_tokens, self.decoding
+        spare = free // count
+        if limit <= spare * width:
+            return limit  # every sequence could take its next `spare` blocks
+        steps = 1 + spare * width
+        free -= spare * count
+        phases, clock = self.phases, self.clock
+        while steps < limit:
+            free -= phases[clock % width]
+            if free < 0:
+                break
+            clock += 1
+            steps += 1
+        return min(steps, limit)
+
+    def extend(self, plan: BatchPlan, more: int) -> None:
+        """Apply ``more`` further steps of a decode-only plan (``steps_possible`` allows them) as if each had been planned."""
+        width = self.pool.block_tokens
+        rounds, rest = divmod(more, width)
+        need = rounds * self.decoding
+        for offset in range(rest):
+            need += self.phases[(self.clock + offset) % width]
+        if need:
+            self.pool.take(need)
+        self.clock += more
+        self.context += more * self.decoding
+        self.steps += more
+        plan.steps += more
+        plan.clock += more
+
+    def commit(self, plan: BatchPlan, result: StepResult) -> None:
+        """Take in the result of the oldest plan in flight: cache entries, first tokens, finishes (in the order given)."""
+        self.in_flight -= 1
+        for seq, (new, before) in zip(plan.prefills, plan.chunks):
+            if seq.keys is not None and seq.state in (PREFILLING, DECODING):
+                full = min((before + new) // self.pool.block_tokens, len(seq.keys))
+                if full > seq.shared_blocks:
+                    self.pool.publish(seq, seq.keys[seq.shared_blocks : full])
+        end_s = result.end_s
+        for seq in plan.completing:
+            seq.token_s = end_s
+            if seq.first_token_s != seq.first_token_s:
+                seq.first_token_s = end_s
+        for seq, reason in result.finished:
+            if seq.state == ENDED:
+                continue  # aborted while in flight
+            if seq.state == WAITING:  # preempted by a plan made before this result was known
+                self.waiting_count -= 1
+            else:
+                self.leave(seq, plan.clock)
+                if seq.keys is not None:
+                    self._publish_all(seq)
+                self.pool.release(seq)
+            self._end(seq, end_s, reason)
+
+    # -- changes of state (used by the builder and by commit) -------------------------------------------------------------
+
+    def enter_decoding(self, seq: Sequence) -> None:
+        """The prefill of ``seq`` catches up in the step being planned: count the token it samples, decode from the next."""
+        seq.generated += 1
+        seq.state = DECODING
+        seq.entry_clock = clock = self.clock
+        self.phases[(clock - seq.computed) % self.pool.block_tokens] += 1
+        self.decoding += 1
+        self.context += seq.computed
+
+    def computed_at(self, seq: Sequence, clock: int) -> int:
+        """KV entries of decoding ``seq`` once the decode step numbered ``clock`` has run."""
+        return seq.computed + clock - seq.entry_clock
+
+    def settle(self, seq: Sequence) -> None:
+        """Bring the counters of a decoding sequence up to the decode clock."""
+        elapsed = self.clock - seq.entry_clock
+        seq.computed += elapsed
+        seq.generated += elapsed
+        seq.entry_clock = self.clock
+
+    def leave(self, seq: Sequence, committed_clock: int) -> None:
+        """Take ``seq`` out of the running set; tokens of decode steps after ``committed_clock`` are not counted as generated."""
+        self.running.remove(seq)
+        if seq.state == DECODING:
+            ahead = self.clock - max(committed_clock, seq.entry_clock)
+            self.settle(seq)
+            seq.generated -= ahead
+            self.phases[(self.clock - seq.computed) % self.pool.block_tokens] -= 1
+            self.decoding -= 1
+            self.context -= seq.computed
+        else:
+            self.partials.remove(seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Evict a running sequence: its pages are released (their content stays cached), it waits to be recomputed."""
+        self.leave(seq, self.clock)
+        if self.pool.prefix_caching:
+            if seq.keys is None and seq.computed >= self.pool.block_tokens:
+                # Content that nobody else can name is still worth finding again: give it a name of its own.
+                own = ("own", seq.request_id)
+                seq.keys = tuple((own, index) for index in range(seq.request.prompt_tokens // self.pool.block_tokens))
+            self._publish_all(seq)
+        self.pool.release(seq)
+        seq.computed = 0
+        seq.preemptions += 1
+        seq.state = WAITING
+        self.preemptions += 1
+        self._enqueue(seq)
+
+    def end_at_wall(self, seq: Sequence, now_s: float) -> None:
+        """Close a sequence that could not grow even if it had the whole pool."""
+        if seq.state == WAITING:
+            self.waiting_count -= 1
+        else:
+            self.leave(seq, self.clock)
+            self.pool.release(seq)
+        self._end(seq, now_s, "kv_capacity")
+
+    def _publish_all(self, seq: Sequence) -> None:
+        """Cache every full block that ``seq`` has computed, generated ones included; extends its keys to name them."""
+        keys = seq.keys
+        if keys is None:
+            return
+        full = seq.computed // self.pool.block_tokens
+        if full > len(keys):
+            seed = seq.request.generated_hash_seed or ("own", seq.request_id)
+            seq.keys = keys = keys + tuple((seed, index) for index in range(len(keys), full))
+        if full > seq.shared_blocks:
+            self.pool.publish(seq, keys[seq.shared_blocks : full])
+
+    def _end(self, seq: Sequence, now_s: float, status: str) -> None:
+        seq.state = ENDED
+        del self._live[seq.request_id]
+        if self._observers:
+            request = seq.request
+            outcome = Outcome(
+                request.class_name, request.priority, request.arrival_s, seq.scheduled_s, seq.first_token_s, now_s,
+                request.prompt_tokens, seq.generated, seq.preemptions, status,
+            )  # fmt: skip
+            for observe in self._observers:
+                observe(outcome)
+
+    # -- views ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits or runs."""
+        return bool(self.waiting_count or self.running)
+
+    def head(self) -> Sequence | None:
+        """The first waiting sequence in the ordering policy's order."""
+        waiting = self.waiting
+        while waiting and waiting[0][1].state != WAITING:
+            heappop(waiting)
+        return waiting[0][1] if waiting else None
+
+    def decoding_in(self, plan: BatchPlan) -> list[Sequence]:
+        """The sequences that decode in the latest plan, in admission order (those it completes decode from the next step)."""
+        if not plan.decodes:
+            return []
+        return [seq for seq in self.running if seq.state == DECODING and seq.entry_clock < plan.clock]
+
+    def held_blocks(self, seq: Sequence) -> int:
+        """Pages that ``seq`` would give back to the pool for certain: the private ones."""
+        return self.pool.blocks_for(self.running.computed(seq)) - seq.shared_blocks
+
+    def check(self) -> None:
+        """Raise AssertionError unless the aggregate, the queues and the pool agree with the sequences."""
+        decoding = [seq for seq in self.running if seq.state == DECODING]
+        for seq in decoding:
+            self.settle(seq)
+        assert len(decoding) == self.decoding
+        assert self.context == sum(seq.computed for seq in decoding)
+        phases = [0] * self.pool.block_tokens
+        for seq in decoding:
+            phases[(self.clock - seq.computed) % self.pool.block_tokens] += 1
+        assert phases == self.phases
+        assert sorted(id(s) for s in self.partials) == sorted(id(s) for s in self.running if s.state == PREFILLING)
+        assert self.waiting_count == sum(seq.state == WAITING for seq in self._live.values())
+        assert len(self._live) == self.waiting_count + len(self.running)
+        self.pool.check(self.running)
