@@ -1,0 +1,101 @@
+"""Which resource holds a run back, in one sentence, from the numbers of its summary and the facts of its fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_FULL = 0.95  # a pool or a set of slots this full turns work away
+_IDLE = 0.60  # a fleet busy for less than this waits for work, not work for it
+_WAITING = 0.10  # share of the end-to-end time in the queue from which waiting is worth naming
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Facts of the fleet that ran, one GPU's share where it says ``gpu``."""
+
+    llm: str
+    gpu: str
+    replicas: int
+    tensor_parallel: int
+    max_batch_seqs: int  # of one replica
+    closed_loop: bool  # users wait for their answer before they ask again
+    active_parameters: int  # that one token touches
+    attention_flops_per_token_pair: int  # of one query token against one cached token, over all layers
+    gpu_weight_bytes: float  # read by a step (of experts, all: a step of any size touches most of them)
+    gpu_kv_bytes_per_token: float
+    gpu_flops: float  # peak, per second
+    gpu_memory_bytes_per_s: float  # peak
+    kv_tokens: int  # that one replica's pool holds
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How far each resource was used: fractions of its peak while steps ran, sequences in service per replica."""
+
+    compute: float
+    bandwidth: float
+    running: float
+
+
+def use(summary: Mapping[str, Any], fleet: Fleet) -> Use:
+    """Estimate the use of compute and memory bandwidth from totals; recomputation after preemptions is not counted.
+
+    Compute: 2 flops per active parameter and token (Kaplan et al. 2020, arXiv 2001.08361, eq. 2.2 without attention), plus attention
+    over half the prompt. Bandwidth: each step reads the weights and the cache in use. Running: Little's law on the time in service.
+    """
+    busy_s = (summary["gpu_busy_fraction"] or 0.0) * summary["duration_s"] * fleet.replicas
+    requests_per_s = summary["requests_per_s"] or 0.0
+    if not busy_s or not requests_per_s:
+        return Use(0.0, 0.0, 0.0)
+    new_prompt_per_s = summary["prompt_tokens_per_s"] * (1 - (summary["prefix_cache_hit_rate"] or 0.0))
+    half_prompt = summary["prompt_tokens_per_s"] / requests_per_s / 2
+    flops_per_s = 2 * fleet.active_parameters * (new_prompt_per_s + summary["output_tokens_per_s"])
+    flops_per_s += fleet.attention_flops_per_token_pair * new_prompt_per_s * half_prompt
+    per_busy_gpu_s = summary["duration_s"] / busy_s
+    cached_tokens = (summary["kv_utilisation"]["mean"] or 0.0) / summary["gpu_busy_fraction"] * fleet.kv_tokens
+    step_bytes = fleet.gpu_weight_bytes + cached_tokens * fleet.gpu_kv_bytes_per_token
+    in_service_s = (summary["e2e_s"]["mean"] or 0.0) - (summary["queue_s"]["mean"] or 0.0)
+    return Use(
+        compute=flops_per_s * per_busy_gpu_s / (fleet.gpu_flops * fleet.tensor_parallel),
+        bandwidth=summary["steps"] * step_bytes / busy_s / fleet.gpu_memory_bytes_per_s,
+        running=requests_per_s * in_service_s / fleet.replicas,
+    )
+
+
+def bottleneck(summary: Mapping[str, Any], fleet: Fleet) -> str:
+    """Return one sentence that names what limits this run: clients, KV capacity, batch slots, compute or memory bandwidth."""
+    if not summary["requests"]["completed"]:
+        return "Bottleneck: none to name, as no request completed."
+    used = use(summary, fleet)
+    busy = summary["gpu_busy_fraction"] or 0.0
+    queue_share = (summary["queue_s"]["mean"] or 0.0) / (summary["e2e_s"]["mean"] or 1.0)
+    waiting = queue_share >= _WAITING
+    kv_max = summary["kv_utilisation"]["max"] or 0.0
+    queue = f"requests spend {queue_share:.0%} of their time in the queue"
+    if summary["preemptions"] or (waiting and kv_max >= _FULL):
+        evicted = f" and {summary['preemptions']:,} preemptions had to recompute" if summary["preemptions"] else ""
+        return f"Bottleneck: KV capacity - the cache was up to {kv_max:.0%} full{evicted}; {queue}."
+    if waiting and used.running >= _FULL * fleet.max_batch_seqs:
+        return f"Bottleneck: queueing for batch slots - {used.running:.0f} of {fleet.max_batch_seqs} sequences a replica run on average; {queue}."
+    if fleet.closed_loop and not waiting:
+        return f"Bottleneck: the clients - they keep only {used.running:.1f} requests a replica in flight, and hardly any of them waits."
+    if busy < _IDLE:
+        return f"Bottleneck: none - the GPUs are busy {busy:.0%} of the time and wait for work."
+    both = f"while steps run they reach about {used.compute:.0%} of peak compute and {used.bandwidth:.0%} of peak memory bandwidth"
+    name = "compute" if used.compute > used.bandwidth else "memory bandwidth"
+    return f"Bottleneck: {name} - the GPUs are busy {busy:.0%} of the time, and {both}."
+
+
+def load_words(load_factor: float | None) -> str:
+    """Return what a load factor (offered over saturated throughput) means for whoever plans with it."""
+    if load_factor is None:
+        return "closed loop: the users set the pace"
+    if load_factor >= 1.0:
+        return "OVERLOADED: more arrives than can be served, and the queue grows as long as it lasts"
+    if load_factor >= 0.9:
+        return "near saturation: a few per cent more load would multiply the waiting"
+    if load_factor >= 0.7:
+        return "well used: bursts queue for a while"
+    return "room to spare"
