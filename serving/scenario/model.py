@@ -1,0 +1,217 @@
+"""A scenario as frozen objects: the language model, the cluster, the policies, the workload, the objectives."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_serializer, model_validator
+from pydantic_core import PydanticCustomError
+
+from serving.scenario.fields import (
+    STRICT,
+    CatalogueName,
+    Count,
+    CountOrZero,
+    Fraction,
+    Name,
+    NotNegative,
+    PolicySpec,
+    Positive,
+    Switch,
+    policy_file,
+    spec_field,
+    where_of,
+)
+from serving.scenario.workload import Workload
+
+Dtype = Literal["auto", "bf16", "fp16", "fp8", "int8", "int4", "fp4"]
+
+
+class Cluster(BaseModel):
+    """The hardware: identical replicas of the language model, each on tensor_parallel * pipeline_parallel GPUs."""
+
+    model_config = STRICT
+    gpu: Annotated[CatalogueName, Field(description="a catalogue name (twinserve list gpus) or a path to a file of the same form")]
+    replicas: Annotated[int, Field(strict=True, ge=1, le=100_000)] = 1
+    tensor_parallel: Annotated[int, Field(strict=True, ge=1, le=1024, description="GPUs that share each layer")] = 1
+    pipeline_parallel: Annotated[int, Field(strict=True, ge=1, le=1024, description="stages of layers")] = 1
+    weight_dtype: Annotated[Dtype, Field(description="auto: as the catalogue says")] = "auto"
+
+
+class KvCache(BaseModel):
+    """The KV cache of a replica."""
+
+    model_config = STRICT
+    block_tokens: Annotated[int, Field(strict=True, ge=1, le=65_536, description="tokens per KV block")] = 16
+    memory_fraction: Annotated[
+        float, Field(strict=True, gt=0, le=1, description="part of GPU memory for weights, activations and KV together")
+    ] = 0.90
+    prefix_caching: Switch = True
+    blocks: Annotated[Count | None, Field(description="blocks per replica, the reserved one included; overrides the memory model")] = None
+    dtype: Annotated[Dtype, Field(description="of the KV entries; auto: as the weights compute")] = "auto"
+
+
+class Batching(BaseModel):
+    """How a step is filled. Keys beyond those below are options of the batching policy."""
+
+    model_config = STRICT
+    name: Name = "chunked_prefill"
+    max_batch_tokens: Annotated[Count, Field(description="tokens a step may process")] = 2048
+    max_batch_seqs: Annotated[Count, Field(description="sequences that may run at once")] = 256
+    max_chunk_tokens: Annotated[Count | None, Field(description="prompt tokens of one request in a step; null: the budget")] = None
+    head_of_line: Annotated[
+        Literal["block", "skip"], Field(description="block: nobody passes a request that does not fit; skip: others may")
+    ] = "block"
+    max_bypasses: Annotated[CountOrZero, Field(description="with skip: how often the head may be passed before it blocks")] = 64
+    max_in_flight: Annotated[int, Field(strict=True, ge=1, le=64, description="plans that may be uncommitted")] = 1
+    window: Annotated[spec_field("policy.batching.window"), Field(description="when admission opens")] = PolicySpec(
+        name="none", where="policy.batching.window"
+    )
+    options: Annotated[dict[str, Any], Field(description="further options of the batching policy")] = {}
+    where: Annotated[str, Field(exclude=True, json_schema_extra={"internal": True})] = "policy.batching"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_options(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str):
+            value = {"name": value}
+        if not isinstance(value, dict):
+            raise PydanticCustomError("spec_type", "must be a name or a mapping")
+        known = [key for key in cls.model_fields if key not in ("options", "where")]
+        options = {key: option for key, option in value.items() if key not in known}
+        for key in options:
+            # An option of the user's own policy may have any name, but one letter off ours is a slip of the pen.
+            if difflib.get_close_matches(key, known, n=1, cutoff=0.88):
+                raise PydanticCustomError("near_key", "unknown key '{key}'", {"key": key, "known": known})
+        own = {key: part for key, part in value.items() if key in known}
+        if isinstance(own.get("name"), str):
+            own["name"] = policy_file(own["name"], info)
+        return {**own, "options": options, "where": where_of("policy.batching", info)}
+
+    @model_serializer(mode="wrap")
+    def _flat(self, handler: Any) -> dict:
+        fields = handler(self)
+        options = fields.pop("options")
+        return {**fields, **options}
+
+    @property
+    def spec(self) -> PolicySpec:
+        """Name and options of the batching policy itself, without the limits above."""
+        return PolicySpec(name=self.name, options=self.options, where=self.where)
+
+
+class Policy(BaseModel):
+    """The decisions, each by name, or as {name, options…}, or as path/file.py:Class."""
+
+    model_config = STRICT
+    ordering: Annotated[spec_field("policy.ordering"), Field(description="who is served first")] = PolicySpec(
+        name="fcfs", where="policy.ordering"
+    )
+    batching: Batching = Batching()
+    preemption: Annotated[spec_field("policy.preemption"), Field(description="who gives way")] = PolicySpec(
+        name="latest", where="policy.preemption"
+    )
+    admission: Annotated[spec_field("policy.admission"), Field(description="who is let in")] = PolicySpec(
+        name="fits", where="policy.admission"
+    )
+    routing: Annotated[spec_field("policy.routing"), Field(description="which replica")] = PolicySpec(
+        name="least_outstanding_tokens", where="policy.routing"
+    )
+
+
+class Targets(NamedTuple):
+    """Objectives of one class in seconds; infinite where there is none."""
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+    e2e_s: float = math.inf
+
+
+class Objectives(BaseModel):
+    """Latency objectives in milliseconds; a key left out is no objective."""
+
+    model_config = STRICT
+    ttft_ms: Annotated[Positive | None, Field(description="time to first token")] = None
+    tpot_ms: Annotated[Positive | None, Field(description="time per output token after the first")] = None
+    e2e_ms: Annotated[Positive | None, Field(description="arrival to last token")] = None
+
+
+class Slo(BaseModel):
+    """Service level objectives: a class takes from ``default`` what it does not state itself."""
+
+    model_config = STRICT
+    attainment: Annotated[Fraction, Field(description="fraction of requests that must meet all their objectives")] = 0.99
+    default: Objectives = Objectives()
+    classes: dict[str, Objectives] = {}
+
+    def targets(self, class_name: str) -> Targets:
+        """Return the objectives of a class, in seconds."""
+        own = self.classes.get(class_name, self.default)
+        values = ((getattr(own, key) or getattr(self.default, key)) for key in ("ttft_ms", "tpot_ms", "e2e_ms"))
+        return Targets(*(math.inf if value is None else value / 1000.0 for value in values))
+
+
+class Measure(BaseModel):
+    """Which requests are measured: those that arrive in the middle, warm-up and cool-down left out."""
+
+    model_config = STRICT
+    warmup_s: Annotated[NotNegative, Field(description="seconds after the first arrival that are left out")] = 0.0
+    cooldown_s: Annotated[NotNegative, Field(description="seconds before the last arrival that are left out")] = 0.0
+
+
+class Scenario(BaseModel):
+    """One experiment: everything that decides its outcome."""
+
+    model_config = STRICT
+    version: Literal[1] = 1
+    name: Annotated[Name, Field(description="default: the file's name")]
+    description: str = ""
+    seed: Annotated[int, Field(strict=True, ge=0, le=2**63 - 1, description="of every random stream")] = 0
+    llm: Annotated[CatalogueName, Field(description="a catalogue name (twinserve list llms) or a path to a file of the same form")]
+    max_model_len: Annotated[
+        Annotated[int, Field(strict=True, ge=1, le=10**9)] | None,
+        Field(description="longest prompt and output together, in tokens; null: as the catalogue says"),
+    ] = None
+    cluster: Cluster
+    latency: Annotated[spec_field("latency"), Field(description="what a step costs")] = PolicySpec(name="roofline", where="latency")
+    kv_cache: KvCache = KvCache()
+    policy: Policy = Policy()
+    workload: Workload
+    slo: Slo = Slo()
+    measure: Measure = Measure()
+
+    @field_validator("version", mode="before")
+    @classmethod
+    def _version(cls, value: Any) -> Any:
+        if isinstance(value, bool) or value != 1:
+            raise PydanticCustomError("version", "only version 1 is known")
+        return value
+
+    @model_validator(mode="after")
+    def _slo_classes(self) -> Scenario:
+        known = [row.name for row in self.workload.classes]
+        for name in self.slo.classes:
+            # A trace may bring classes of its own.
+            if name not in known and self.workload.trace is None:
+                raise PydanticCustomError("slo_class", "slo.classes: no class '{key}' in workload.classes", {"key": name, "known": known})
+        return self
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the scenario with every default written out, as plain values: loading it gives an equal scenario."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a scenario file, for editors and for ``twinserve schema``."""
+    schema = Scenario.model_json_schema(mode="validation")
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "twinserve scenario"
+    schema["required"] = [key for key in schema["required"] if key != "name"]
+    batching = schema["$defs"]["Batching"]
+    for internal in ("where", "options"):
+        batching["properties"].pop(internal)
+    batching["additionalProperties"] = True
+    schema["$defs"].pop("PolicySpec", None)
+    return schema
