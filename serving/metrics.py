@@ -6,8 +6,7 @@ A row is appended to a list (the hot path is ``list.append``) and the list is di
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -44,14 +43,6 @@ class Row(NamedTuple):
     status_code: int
 
 
-class Slo(NamedTuple):
-    """Latency objectives of one class, in milliseconds as scenarios state them; infinite where there is none."""
-
-    ttft_ms: float = math.inf
-    tpot_ms: float = math.inf
-    e2e_ms: float = math.inf
-
-
 @dataclass(frozen=True, slots=True)
 class FleetTotals:
     """What the replicas counted over the whole run."""
@@ -83,19 +74,25 @@ class Metrics:
     def __init__(
         self,
         class_names: Sequence[str],
-        slos: Sequence[Slo],
+        targets_of: Callable[[str], tuple[float, float, float]],
         *,
         warmup_s: float = 0.0,
         cooldown_s: float = 0.0,
         keep_rows: bool = False,
     ) -> None:
-        """``slos[i]`` belongs to ``class_names[i]``. ``keep_rows`` keeps about 100 bytes a request for ``columns()``."""
-        self.class_names = tuple(class_names)
+        """``targets_of(class name)`` gives the class's objectives (TTFT, TPOT, E2E) in seconds, infinite where there is none.
+
+        ``keep_rows`` keeps about 100 bytes a request for ``columns()``.
+        """
         self.warmup_s = warmup_s
         self.cooldown_s = cooldown_s
         self.windowed = warmup_s > 0 or cooldown_s > 0  # then ``itl`` needs to know when each gap ended
-        limits_s = np.array([tuple(slo) for slo in slos], dtype=np.float64).reshape(len(self.class_names), 3) / 1e3
-        self._ttft_limit_s, self._tpot_limit_s, self._e2e_limit_s = limits_s.T.copy()
+        self._targets_of = targets_of
+        self._classes: dict[str, int] = {}
+        self._limits_s = np.empty((0, 3))  # by class: TTFT, TPOT, E2E
+        self._measured_by_class, self._met_by_class = np.zeros((2, 0), dtype=np.int64)
+        for name in class_names:
+            self.class_index(name)
         self._rows: list[tuple] = []
         self.finish = self._rows.append  # the hot path; follow it with ``flush_if_full`` now and then
         self._gaps: tuple[list[float], list[int], list[float]] = ([], [], [])
@@ -106,9 +103,23 @@ class Metrics:
         self._latest_s = 0.0
         self.ttft, self.tpot, self.itl_gaps, self.e2e, self.queue = (Histogram() for _ in range(5))
         self._by_status = np.zeros(len(STATUS_NAMES), dtype=np.int64)
-        self._measured_by_class, self._met_by_class = np.zeros((2, len(self.class_names)), dtype=np.int64)
         self._preempted = self._all_output_tokens = 0
         self._completed = self._prompt_tokens = self._output_tokens = 0
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes, each at its index."""
+        return tuple(self._classes)
+
+    def class_index(self, name: str) -> int:
+        """Return the index of a class for ``Row.class_index``; a trace may bring classes that no scenario names."""
+        index = self._classes.get(name)
+        if index is None:
+            index = self._classes[name] = len(self._classes)
+            self._limits_s = np.concatenate([self._limits_s, [self._targets_of(name)]])
+            self._measured_by_class = np.append(self._measured_by_class, 0)
+            self._met_by_class = np.append(self._met_by_class, 0)
+        return index
 
     def flush_if_full(self) -> None:
         """Digest the buffered rows when there are enough of them to make it cheap."""
@@ -221,7 +232,7 @@ class Metrics:
     def _measure(self, table: np.ndarray) -> None:
         """Add rows (shape (n, 12)) that lie inside the window to the histograms and the SLO counts."""
         group = table[:, 1].astype(np.int64)
-        self._measured_by_class += np.bincount(group, minlength=len(self.class_names))
+        self._measured_by_class += np.bincount(group, minlength=len(self._classes))
         done = table[:, 11] == COMPLETED
         if not done.all():
             table, group = table[done], group[done]
@@ -229,8 +240,9 @@ class Metrics:
         ttft_s, e2e_s = first_s - arrival_s, finish_s - arrival_s
         several = output > 1  # one token has no time per *further* token: undefined, so left out and always met
         tpot_s = np.divide(finish_s - first_s, output - 1, out=np.zeros_like(output), where=several)
-        met = (ttft_s <= self._ttft_limit_s[group]) & (tpot_s <= self._tpot_limit_s[group]) & (e2e_s <= self._e2e_limit_s[group])
-        self._met_by_class += np.bincount(group[met], minlength=len(self.class_names))
+        ttft_limit_s, tpot_limit_s, e2e_limit_s = self._limits_s[group].T
+        met = (ttft_s <= ttft_limit_s) & (tpot_s <= tpot_limit_s) & (e2e_s <= e2e_limit_s)
+        self._met_by_class += np.bincount(group[met], minlength=len(self._classes))
         self._completed += len(table)
         self._prompt_tokens += int(prompt.sum())
         self._output_tokens += int(output.sum())
@@ -256,12 +268,6 @@ class Metrics:
             inside = sure & (end_s >= self.warmup_s)
             gap_s, count = gap_s[inside], count[inside]
         self.itl_gaps.add(gap_s, count)
-
-
-def slos_of(default: Mapping[str, float | None], by_class: Mapping[str, Mapping[str, float | None]], class_names: Sequence[str]) -> list[Slo]:
-    """Return one ``Slo`` per class: the default's objectives, each replaced by the class's own where it states one."""
-    merged = ({**default, **{key: value for key, value in by_class.get(name, {}).items() if value is not None}} for name in class_names)
-    return [Slo(**{key: value for key, value in limits.items() if value is not None}) for limits in merged]
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any
 
-from serving.metrics import Slo
 from sim.bottleneck import Fleet, bottleneck, load_words
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from serving.scenario import Slo, Targets
 
 _LATENCIES = (
     ("Time to first token", "ttft_s"),
@@ -22,8 +24,8 @@ _LATENCIES = (
 _STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
 
-def print_run(summary: Mapping[str, Any], fleet: Fleet, slos: Mapping[str, Slo], target: float, file: IO[str], width: int | None = None) -> None:
-    """Print a run's summary. ``slos`` is by class and ``target`` the attainment asked for; ``width`` overrides the terminal's.
+def print_run(summary: Mapping[str, Any], fleet: Fleet, slo: Slo, file: IO[str], width: int | None = None) -> None:
+    """Print a run's summary against the objectives ``slo``; ``width`` overrides the terminal's.
 
     Where ``file`` is no terminal the text is plain ASCII, 80 columns wide: the same bytes for the same run.
     """
@@ -40,9 +42,9 @@ def print_run(summary: Mapping[str, Any], fleet: Fleet, slos: Mapping[str, Slo],
     console.print(_latency_table(summary, plain))
     console.print()
     console.print(_fleet_table(summary, plain))
-    if any(slo != Slo() for slo in slos.values()):
+    if any(limit != math.inf for name in summary["slo_attainment"]["by_class"] for limit in slo.targets(name)):
         console.print()
-        console.print(_slo_table(summary, slos, target, plain))
+        console.print(_slo_table(summary, slo, plain))
     console.print()
     console.print(bottleneck(summary, fleet), highlight=False)
 
@@ -104,24 +106,24 @@ def _fleet_table(summary: Mapping[str, Any], plain: bool) -> Table:
     return table
 
 
-def _slo_table(summary: Mapping[str, Any], slos: Mapping[str, Slo], target: float, plain: bool) -> Table:
+def _slo_table(summary: Mapping[str, Any], slo: Slo, plain: bool) -> Table:
     table = _table(plain)
-    for name, justify in (("Class", "left"), ("Objective", "left"), ("attained", "right"), (f"asked {target:.4g}", "left")):
+    for name, justify in (("Class", "left"), ("Objective", "left"), ("attained", "right"), (f"asked {slo.attainment:.4g}", "left")):
         table.add_column(name, justify=justify)
     attained = summary["slo_attainment"]
-    rows = [(name, _objective(slo, plain), attained["by_class"][name]) for name, slo in slos.items()]
+    rows = [(name, _objective(slo.targets(name), plain), share) for name, share in attained["by_class"].items()]
     if len(rows) > 1:
         rows.append(("all", "", attained["overall"]))
     for name, objective, share in rows:
-        verdict = "" if share is None else ("[green]met[/green]" if share >= target else "[bold red]MISSED[/bold red]")
+        verdict = "" if share is None else ("[green]met[/green]" if share >= slo.attainment else "[bold red]MISSED[/bold red]")
         table.add_row(name, objective, "-" if share is None else f"{share:.2%}", verdict)
     return table
 
 
-def _objective(slo: Slo, plain: bool) -> str:
-    sign = "<=" if plain else "≤"
-    limits = (("TTFT", slo.ttft_ms), ("TPOT", slo.tpot_ms), ("E2E", slo.e2e_ms))
-    return ", ".join(f"{name} {sign} {limit:g} ms" for name, limit in limits if limit != float("inf")) or "none"
+def _objective(targets: Targets, plain: bool) -> str:
+    sign = "<=" if plain else "\u2264"
+    limits = zip(("TTFT", "TPOT", "E2E"), targets)
+    return ", ".join(f"{name} {sign} {limit_s * 1e3:g} ms" for name, limit_s in limits if limit_s != math.inf) or "none"
 
 
 def _number(value: float) -> str:

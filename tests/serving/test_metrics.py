@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 
 from serving import metrics as m
-from serving.metrics import FleetTotals, Metrics, Row, Slo, slos_of
+from serving.metrics import FleetTotals, Metrics, Row
 
 NAN = math.nan
+
+
+def no_targets(_: str) -> tuple[float, float, float]:
+    return (math.inf, math.inf, math.inf)
+
+
 TOTALS = FleetTotals(
     duration_s=100.0, replicas=2, gpus=4, gpu_usd_per_h=3.6, busy_s=50.0, steps=7, events=9, kv_blocks=1000, kv_block_seconds=25_000.0,
     kv_max_fraction=0.5, preemptions=3, prompt_tokens=200, cached_tokens=50,
@@ -25,8 +31,8 @@ def row(request_id=0, *, group=0, arrival=0.0, prompt=10, output=5, scheduled=No
     return (request_id, group, arrival, prompt, 0, output, scheduled, first, finish, preemptions, 0, status)
 
 
-def collected(rows, *, classes=("a", "b"), slos=None, **options) -> Metrics:
-    metrics = Metrics(classes, slos or [Slo()] * len(classes), **options)
+def collected(rows, *, classes=("a", "b"), targets=no_targets, **options) -> Metrics:
+    metrics = Metrics(classes, targets, **options)
     for item in rows:
         metrics.finish(item)
         metrics.flush_if_full()
@@ -82,12 +88,11 @@ def test_latencies_by_their_definitions():
 
 
 def test_order_of_finishing_does_not_change_a_bit():
+    targets = {"a": (0.4, 0.05, 2.0), "b": (0.9, math.inf, math.inf)}.get
     rows = random_rows(20_000)
     shuffled = [rows[i] for i in np.random.default_rng(5).permutation(len(rows))]
     for options in ({}, {"warmup_s": 20.0, "cooldown_s": 15.0}):
-        assert summary(collected(rows, classes=("a", "b"), slos=(Slo(400, 50, 2000), Slo(900)), **options)) == summary(
-            collected(shuffled, classes=("a", "b"), slos=(Slo(400, 50, 2000), Slo(900)), **options)
-        )
+        assert summary(collected(rows, targets=targets, **options)) == summary(collected(shuffled, targets=targets, **options))
 
 
 def test_slo_by_class_counts_refused_and_failed_requests_against_it():
@@ -100,9 +105,7 @@ def test_slo_by_class_counts_refused_and_failed_requests_against_it():
         row(5, group=1, scheduled=NAN, first=NAN, finish=0.0, output=0, status=m.REJECTED),
         row(6, group=1, first=NAN, finish=2.0, output=0, status=m.ABORTED),
     ]
-    slos = slos_of({"ttft_ms": 500, "tpot_ms": 100, "e2e_ms": None}, {"b": {"ttft_ms": 1000, "tpot_ms": None}}, ("a", "b"))
-    assert slos == [Slo(500, 100), Slo(1000, 100)]
-    result = summary(collected(rows, classes=("a", "b"), slos=slos))
+    result = summary(collected(rows, targets={"a": (0.5, 0.1, math.inf), "b": (1.0, 0.1, math.inf)}.get))
     assert result["slo_attainment"] == {"overall": 3 / 7, "by_class": {"a": 1 / 2, "b": 2 / 5}}
     assert result["goodput_rps"] == 3 / 100 and result["requests_per_s"] == 5 / 100
     assert result["requests"] == {"arrived": 7, "completed": 5, "rejected": 1, "failed": 1, "preempted": 0}
@@ -110,7 +113,15 @@ def test_slo_by_class_counts_refused_and_failed_requests_against_it():
 
 def test_the_end_to_end_objective():
     rows = [row(0, finish=1.0), row(1, finish=3.0)]
-    assert summary(collected(rows, slos=[Slo(e2e_ms=2000)] * 2))["slo_attainment"]["overall"] == 0.5
+    assert summary(collected(rows, targets=lambda _: (math.inf, math.inf, 2.0)))["slo_attainment"]["overall"] == 0.5
+
+
+def test_a_class_may_turn_up_later():
+    metrics = Metrics((), {"fast": (0.5, 1.0, 99.0), "slow": (9.0, 1.0, 99.0)}.get)
+    for name, first in (("slow", 0.9), ("fast", 0.9), ("slow", 0.3)):
+        metrics.finish(row(group=metrics.class_index(name), first=first, finish=2.0))
+    assert metrics.class_names == ("slow", "fast")
+    assert summary(metrics)["slo_attainment"]["by_class"] == {"slow": 1.0, "fast": 0.0}
 
 
 def test_the_measured_window_is_by_arrival():
@@ -131,7 +142,7 @@ def test_gaps_are_weighted_and_keep_to_the_window():
     assert result["itl_s"]["mean"] == pytest.approx(0.012)
     assert result["itl_s"]["max"] == 0.030
 
-    windowed = Metrics(("default",), (Slo(),), warmup_s=10, cooldown_s=20)
+    windowed = Metrics(("default",), no_targets, warmup_s=10, cooldown_s=20)
     windowed.itl([0.1, 0.2, 0.3], [1, 1, 1], [5.0, 50.0, 90.0])
     windowed.itl(np.array([0.4]), np.array([1]), np.array([80.0]))
     result = summary(windowed)
@@ -145,9 +156,9 @@ def test_how_gaps_are_batched_does_not_matter(batch):
     rng = np.random.default_rng(1)
     gaps, weights = rng.uniform(0.005, 0.05, 150_000), rng.integers(1, 200, 150_000)
     ends = np.cumsum(gaps)
-    whole = Metrics(("default",), (Slo(),), warmup_s=10, cooldown_s=30)
+    whole = Metrics(("default",), no_targets, warmup_s=10, cooldown_s=30)
     whole.itl(gaps, weights, ends)
-    parts = Metrics(("default",), (Slo(),), warmup_s=10, cooldown_s=30)
+    parts = Metrics(("default",), no_targets, warmup_s=10, cooldown_s=30)
     limit = 3000 if batch < 100 else len(gaps)
     for start in range(0, limit, batch):
         cut = slice(start, min(start + batch, limit))
@@ -173,7 +184,7 @@ def test_rows_are_kept_in_order_of_id_only_when_wanted():
     assert columns["first_token_s"].tolist() == [r[7] for r in rows]
     assert columns["output_tokens"].dtype == np.int64
     with pytest.raises(ValueError, match="not kept"):
-        Metrics(("default",), (Slo(),)).columns()
+        Metrics(("default",), no_targets).columns()
 
 
 def test_memory_does_not_grow_with_requests():

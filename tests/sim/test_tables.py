@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from serving.metrics import Slo
+from serving.scenario import Slo
 from sim.bottleneck import Fleet, bottleneck, load_words, use
 from sim.tables import print_run
 
@@ -37,8 +37,8 @@ def summary(**changes) -> dict:
 
 def printed(width=None, **changes) -> str:
     out = io.StringIO()
-    slos = {"p0": Slo(ttft_ms=200, tpot_ms=50), "p1": Slo(ttft_ms=500, tpot_ms=50)}
-    print_run(summary(**changes), FLEET, slos, 0.99, out, width)
+    slo = Slo.model_validate({"default": {"ttft_ms": 500, "tpot_ms": 50}, "classes": {"p0": {"ttft_ms": 200}}})
+    print_run(summary(**changes), FLEET, slo, out, width)
     return out.getvalue()
 
 
