@@ -1,0 +1,63 @@
+"""The latency-model protocol and its registry. A latency model prices a step from aggregates; it knows no scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, Protocol
+
+from serving.catalog import Gpu
+from serving.errors import InputError, nearest
+from serving.llm import Llm
+from serving.plan import StepShape
+
+AllReduce = Callable[[float], float]  # bytes of the tensor to reduce -> seconds
+
+
+class LatencyModel(Protocol):
+    """Seconds of a step. ``shape`` is a StepShape or anything with its attributes (a BatchPlan)."""
+
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds from the start of the step to its committed tokens: device and exposed host time."""
+
+    def run_s(self, shape: StepShape, steps: int) -> list[float]:
+        """Seconds of each of ``steps`` successive decode-only steps, the context growing by one token a sequence.
+
+        Bit for bit what ``step_s`` returns for each of them.
+        """
+
+
+def build(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    llm: Llm,
+    gpu: Gpu,
+    tensor_parallel: int = 1,
+    weight_dtype: str | None = None,
+    kv_dtype: str = "bf16",
+    all_reduce_s: AllReduce | None = None,
+    where: str = "latency",
+) -> LatencyModel:
+    """Return the latency model ``name`` for one replica: ``tensor_parallel`` GPUs of kind ``gpu`` serving ``llm``.
+
+    ``weight_dtype`` None means the checkpoint's own. ``all_reduce_s`` prices an all-reduce by its bytes; without it the
+    model uses its own. Raises InputError for an unknown name, option or dtype, naming ``where``.
+    """
+    if name not in MODELS:
+        raise InputError(f"{where}.name", f"there is no latency model named '{name}'", nearest(name, MODELS))
+    llm.check_tensor_parallel(tensor_parallel, "cluster.tensor_parallel")
+    module, function = MODELS[name].split(":")
+    factory = getattr(import_module(module), function)
+    return factory(dict(options or {}), llm=llm, gpu=gpu, tensor_parallel=tensor_parallel, weight_dtype=weight_dtype,
+                   kv_dtype=kv_dtype, all_reduce_s=all_reduce_s, where=where)  # fmt: skip
+
+
+def check_options(options: Mapping[str, Any], known: Mapping[str, object], where: str) -> None:
+    """Raise InputError for an option that a latency model does not have."""
+    for key in options:
+        if key not in known:
+            raise InputError(f"{where}.{key}", "unknown option", nearest(str(key), [*known, "name"]))
+
+
+MODELS: dict[str, str] = {"roofline": "hwmodels.roofline:build"}

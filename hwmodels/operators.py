@@ -1,0 +1,201 @@
+"""What each operator of a decoder step costs on one GPU of a replica: seconds by side of the roofline.
+
+A linear layer takes latency + max(flops / (peak x ec), bytes / (bandwidth x em)); attention over prefill chunks the sum of
+both sides (measured kernels do not overlap them); everything else streams bytes. Rates are the datasheet's, efficiencies and
+latencies those of the GPU's kernel set. Formulas, sources and errors: docs/latency-models.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from serving.catalog import Gpu, KernelFit
+from serving.llm import KV_BYTES, WEIGHT_BYTES, Llm, Matrix
+
+ACTIVATION_BYTES = 2  # bf16 activations
+LOGIT_BYTES = 2 + 4 + 4  # a logit is written as bf16, widened to fp32 and read again by the sampler
+
+
+class Cost(NamedTuple):
+    """Seconds of one operator, by what they are spent on. ``kernels`` counts launches."""
+
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+    launch_s: float = 0.0
+    link_s: float = 0.0
+    kernels: int = 0
+    overlapped: bool = True  # compute and memory proceed together, so the longer one counts
+
+    @property
+    def seconds(self) -> float:
+        work = max(self.compute_s, self.memory_s) if self.overlapped else self.compute_s + self.memory_s
+        return work + self.launch_s + self.link_s
+
+    @property
+    def side(self) -> str:
+        """Which term is the largest: compute, memory, launch or link."""
+        return max(("compute", self.compute_s), ("memory", self.memory_s), ("launch", self.launch_s), ("link", self.link_s),
+                   key=lambda side: side[1])[0]  # fmt: skip
+
+    def times(self, count: int) -> Cost:
+        return Cost(self.compute_s * count, self.memory_s * count, self.launch_s * count, self.link_s * count,
+                    self.kernels * count, self.overlapped)  # fmt: skip
+
+
+class ChunkTerms(NamedTuple):
+    """Prefill attention of one chunk, all layers: seconds = fixed + per_token n + per_context c + per_pair n (c + (n+1)/2)."""
+
+    per_token: float
+    per_context: float
+    per_pair: float
+
+
+class DecodeTerms(NamedTuple):
+    """Decode attention of a batch, all layers of one kind: seconds = fixed + per_context x (sum of contexts)."""
+
+    fixed: float
+    per_context: float
+    compute_bound: bool
+
+
+class Operators:
+    """Operator costs of one (LLM, GPU, tensor-parallel degree, dtypes). Stateless apart from derived constants."""
+
+    def __init__(self, llm: Llm, gpu: Gpu, tensor_parallel: int, weight_dtype: str | None, kv_dtype: str,
+                 all_reduce_s: Callable[[float], float] | None) -> None:  # fmt: skip
+        self.llm = llm
+        self.gpu = gpu
+        self.tensor_parallel = tensor_parallel
+        self.weight_dtype = llm.dtype_of_weights(weight_dtype)
+        self.expert_dtype = llm.dtype_of_experts(weight_dtype)
+        self.kv_bytes = KV_BYTES[kv_dtype]
+        self.bandwidth = gpu.memory_bytes_per_s
+        self.all_reduce_s = all_reduce_s or self._alpha_beta
+        self.windowed_layers = llm.sliding_window.layers if llm.sliding_window else 0
+        self.full_layers = llm.layers - self.windowed_layers
+
+    # -- linear layers --------------------------------------------------------------------------------------------
+
+    def matmul(self, rows: float, matrix: Matrix, dtype: str, copies: float = 1.0, kernels: int = 1) -> Cost:
+        """``rows`` activations (over all copies) times ``copies`` matrices of one shape, as one grouped kernel."""
+        fit = self._gemm(dtype)
+        flops = 2.0 * rows * matrix.inputs * matrix.outputs
+        moved = copies * matrix.weights * WEIGHT_BYTES[dtype] + rows * (matrix.inputs + matrix.outputs) * ACTIVATION_BYTES
+        return Cost(flops / (self.gpu.peak_flops(dtype) * fit.compute_efficiency), moved / (self.bandwidth * fit.memory_efficiency),
+                    fit.latency_s * kernels, kernels=kernels)  # fmt: skip
+
+    def _gemm(self, dtype: str) -> KernelFit:
+        fits = self.gpu.kernels.gemm
+        return fits.get(dtype, fits["bf16"])
+
+    def elementwise(self, rows: float, bytes_per_row: float, kernels: int = 1) -> Cost:
+        """``kernels`` passes that together move ``bytes_per_row`` for each row."""
+        fit = self.gpu.kernels.elementwise
+        return Cost(0.0, rows * bytes_per_row / (self.bandwidth * fit.memory_efficiency), fit.latency_s * kernels, kernels=kernels)
+
+    def dense(self, tokens: int) -> dict[str, Cost]:
+        """All work of a step that depends on its token count only, by operator, summed over layers."""
+        llm, size = self.llm, ACTIVATION_BYTES
+        costs = {"embedding": self.elementwise(tokens, 2 * llm.hidden * size)}
+        for matrix in llm.attention_matrices(self.tensor_parallel):
+            costs[matrix.name] = self.matmul(tokens, matrix, self.weight_dtype).times(llm.layers)
+        heads = llm.heads // self.tensor_parallel + llm.kv_heads_per_gpu(self.tensor_parallel)
+        costs["rope_and_kv_write"] = self.elementwise(tokens, 2 * heads * llm.head_dim * size).times(llm.layers)
+        costs["norms"] = self.elementwise(tokens, 4 * llm.hidden * size).times(llm.norms_per_layer * llm.layers + 1)
+        costs |= self._feed_forward(tokens)
+        if self.tensor_parallel > 1:
+            one = self.all_reduce_s(tokens * llm.hidden * size)
+            count = 2 * llm.layers + 1
+            costs["all_reduce"] = Cost(link_s=one * count, kernels=count)
+        return costs
+
+    def _feed_forward(self, tokens: int) -> dict[str, Cost]:
+        llm, tp = self.llm, self.tensor_parallel
+        costs: dict[str, Cost] = {}
+        if llm.dense_layers:
+            up, down = llm.mlp_matrices(llm.intermediate, tp)
+            costs["mlp_up"] = self.matmul(tokens, up, self.weight_dtype).times(llm.dense_layers)
+            costs["mlp_down"] = self.matmul(tokens, down, self.weight_dtype).times(llm.dense_layers)
+            costs["activation"] = self._activation(tokens, up, down).times(llm.dense_layers)
+        if llm.moe:
+            moe = llm.moe
+            up, down = llm.mlp_matrices(moe.expert_intermediate, tp)
+            routed = tokens * moe.experts_per_token
+            touched = experts_touched(tokens, moe.experts, moe.experts_per_token)
+            layers = llm.moe_layers
+            costs["router"] = self.matmul(tokens, Matrix("router", llm.hidden, moe.experts), "bf16").times(layers)
+            costs["experts_up"] = self.matmul(routed, up, self.expert_dtype, touched).times(layers)
+            costs["experts_down"] = self.matmul(routed, down, self.expert_dtype, touched).times(layers)
+            costs["expert_activation"] = self._activation(routed, up, down).times(layers)
+            if moe.shared_intermediate:
+                up, down = llm.mlp_matrices(moe.shared_intermediate, tp)
+                costs["shared_up"] = self.matmul(tokens, up, self.weight_dtype).times(layers)
+                costs["shared_down"] = self.matmul(tokens, down, self.weight_dtype).times(layers)
+        return costs
+
+    def _activation(self, rows: float, up: Matrix, down: Matrix) -> Cost:
+        return self.elementwise(rows, (up.outputs + down.inputs) * ACTIVATION_BYTES)
+
+    def head(self, rows: int) -> dict[str, Cost]:
+        """LM head and sampler over ``rows`` logits rows; the vocabulary is split and gathered under tensor parallelism."""
+        share = -(-self.llm.vocab // self.tensor_parallel)
+        costs = {
+            "lm_head": self.matmul(rows, Matrix("lm_head", self.llm.hidden, share), "bf16"),
+            "sampler": self.elementwise(rows, self.llm.vocab * LOGIT_BYTES, kernels=2),
+        }
+        if self.tensor_parallel > 1:  # an all-gather moves half of what an all-reduce of the same tensor moves
+            costs["gather_logits"] = Cost(link_s=self.all_reduce_s(rows * self.llm.vocab * ACTIVATION_BYTES / 2), kernels=1)
+        return costs
+
+    # -- attention ------------------------------------------------------------------------------------------------
+
+    def chunk_terms(self) -> ChunkTerms:
+        """Prefill attention per layer: flops over query-key pairs, bytes of q, k, v, o and of the context's KV."""
+        fit = self.gpu.kernels.prefill_attention
+        compute = 1.0 / (self.gpu.peak_flops("bf16") * fit.compute_efficiency)
+        memory = 1.0 / (self.bandwidth * fit.memory_efficiency)
+        heads = self.llm.heads // self.tensor_parallel
+        kv_token = self.llm.kv_bytes_per_token("bf16", self.tensor_parallel) / self.llm.layers * self.kv_bytes / 2
+        mla = self.llm.mla
+        if mla is None:
+            query_dim = value_dim = self.llm.head_dim
+            expand = 0.0
+        else:  # the latent of every context token is expanded to keys and values again
+            query_dim, value_dim = mla.nope_dim + mla.rope_dim, mla.v_dim
+            expand = 2.0 * mla.kv_lora_rank * heads * (mla.nope_dim + mla.v_dim) * compute
+        per_pair = 2.0 * heads * (query_dim + value_dim) * compute
+        per_token = (kv_token + heads * (query_dim + value_dim) * ACTIVATION_BYTES) * memory
+        return ChunkTerms(per_token, kv_token * memory + expand, per_pair)
+
+    def decode_terms(self, decodes: int, queries: int, layers: int) -> DecodeTerms:
+        """Decode attention of ``decodes`` sequences with ``queries`` query tokens each over ``layers`` layers."""
+        fit = self.gpu.kernels.decode_attention
+        llm, tp = self.llm, self.tensor_parallel
+        heads = llm.heads // tp
+        units = decodes * (1 if llm.mla else llm.kv_heads_per_gpu(tp))
+        slowdown = 1.0 + fit.half_saturation_units / units
+        memory = slowdown / (self.bandwidth * fit.memory_efficiency)
+        kv_token = llm.kv_bytes_per_token("bf16", tp) / llm.layers * self.kv_bytes / 2
+        mla = llm.mla
+        dims = 2 * llm.head_dim if mla is None else 2 * mla.kv_lora_rank + mla.rope_dim  # MLA attends in the latent space
+        flops = 2.0 * heads * dims * queries
+        compute = flops / (self.gpu.peak_flops("bf16") * self.gpu.kernels.prefill_attention.compute_efficiency)
+        fixed = fit.latency_s + decodes * queries * heads * dims * ACTIVATION_BYTES * memory
+        slope = max(compute, kv_token * memory)
+        return DecodeTerms(fixed * layers, slope * layers, compute > kv_token * memory)
+
+    # -- links ----------------------------------------------------------------------------------------------------
+
+    def _alpha_beta(self, tensor_bytes: float) -> float:
+        """Seconds of an all-reduce: latency + 2 (n-1)/n bytes / (link x efficiency), the measured fit where there is one."""
+        gpus, link = self.tensor_parallel, self.gpu.link
+        fits = self.gpu.kernels.all_reduce
+        fit = fits.get(gpus)
+        latency, efficiency = (fit.latency_s, fit.efficiency) if fit else (link.latency_s, link.efficiency)
+        return latency + 2.0 * (gpus - 1) / gpus * tensor_bytes / (link.bytes_per_s * efficiency)
+
+
+def experts_touched(tokens: float, experts: int, per_token: int) -> float:
+    """Expected number of distinct experts that ``tokens`` tokens reach when each picks ``per_token`` of them evenly."""
+    return experts * (1.0 - (1.0 - per_token / experts) ** tokens)

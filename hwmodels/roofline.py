@@ -1,0 +1,290 @@
+"""The roofline latency model: operator costs of ``hwmodels.operators`` folded into a few cached coefficients per step.
+
+A decode step is min(a + b C, a' + b' C), C the sum of contexts; the second line binds only where some layers have a sliding
+window. A mixed step adds a closed form per prefill chunk. So a step costs a dictionary look-up and a few float operations,
+and a run of steps does exactly the same operations in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hwmodels.latency import AllReduce, check_options
+from hwmodels.operators import Cost, Operators
+from serving.catalog import Gpu
+from serving.errors import InputError, nearest
+from serving.graph_buckets import GraphBuckets, Path, default_sizes
+from serving.llm import KV_BYTES, Llm
+from serving.plan import StepShape
+
+PIECEWISE_LAUNCHES_PER_LAYER = 3  # a mixed step replays one graph per layer and launches attention and its cache write around it
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of ``latency: {name: roofline, ...}``. None: the constant of the GPU's host entry."""
+
+    capture_sizes: tuple[int, ...] | None = None  # sizes of captured CUDA graphs; None: the default list up to capture_largest
+    capture_largest: int = 512
+    capture_mixed: bool = True  # mixed steps replay graphs piecewise; False: they run eagerly
+    host_step_s: float | None = None
+    host_sequence_s: float | None = None
+    launch_s: float | None = None
+    graph_launch_s: float | None = None
+
+
+class DecodeLine(NamedTuple):
+    """A decode step of one batch size: max(floor, min(a + b C, a_window + b_window C)) + host."""
+
+    a: float
+    b: float
+    a_window: float
+    b_window: float
+    floor: float
+    host: float
+
+
+class Roofline:
+    """Prices steps of one replica. Caches grow with the distinct token counts and batch sizes seen, nothing else."""
+
+    def __init__(self, operators: Operators, options: Options, graphs: GraphBuckets) -> None:
+        host = operators.gpu.host
+        self.graphs = graphs
+        self._operators = operators
+        self._capture_mixed = options.capture_mixed
+        self._host_step_s = _either(options.host_step_s, host.step_s)
+        self._host_sequence_s = _either(options.host_sequence_s, host.sequence_s)
+        self._launch_s = _either(options.launch_s, host.launch_s)
+        self._graph_launch_s = _either(options.graph_launch_s, host.graph_launch_s)
+        window = operators.llm.sliding_window
+        self._window = window.tokens if window else 0
+        terms = operators.chunk_terms()
+        layers = operators.llm.layers
+        self._per_token = terms.per_token * layers
+        self._per_context = terms.per_context * layers
+        self._per_pair = terms.per_pair * layers
+        self._decode: dict[int | tuple[int, int], DecodeLine] = {}
+        self._decode_attention: dict[int | tuple[int, int], tuple[float, float, float, float]] = {}
+        self._mixed: dict[int, tuple[float, float]] = {}
+        self._head: dict[int, float] = {0: 0.0}
+
+    # -- the protocol ---------------------------------------------------------------------------------------------
+
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds of one step. In a decode-only step every sequence samples, so ``logits_rows`` is not consulted."""
+        decodes = shape.decodes
+        queries = shape.query_tokens_per_decode
+        key = decodes if queries == 1 else (decodes, queries)
+        chunks = shape.chunks
+        if not chunks:
+            try:
+                a, b, a_window, b_window, floor, host = self._decode[key]
+            except KeyError:
+                a, b, a_window, b_window, floor, host = self._decode_line(decodes, queries)
+            context = shape.decode_context_tokens
+            seconds = a + b * context
+            bounded = a_window + b_window * context
+            if bounded < seconds:
+                seconds = bounded
+            return (seconds if seconds > floor else floor) + host
+        tokens = decodes * queries
+        if self._window:
+            seconds = self._windowed_chunks_s(chunks)
+            for new, _ in chunks:
+                tokens += new
+        else:
+            seconds = 0.0
+            for new, before in chunks:
+                tokens += new
+                seconds += new * (self._per_token + self._per_pair * (before + 0.5 * (new + 1))) + (before + new) * self._per_context
+        if decodes:
+            try:
+                a, b, a_window, b_window = self._decode_attention[key]
+            except KeyError:
+                a, b, a_window, b_window = self._attention_line(decodes, queries)
+            context = shape.decode_context_tokens
+            attention = a + b * context
+            bounded = a_window + b_window * context
+            seconds += bounded if bounded < attention else attention
+        try:
+            base, floor = self._mixed[tokens]
+        except KeyError:
+            base, floor = self._mixed_base(tokens)
+        try:
+            head = self._head[shape.logits_rows]
+        except KeyError:
+            head = self._head_s(shape.logits_rows)
+        seconds += base + head
+        return (seconds if seconds > floor else floor) + self._host_step_s + self._host_sequence_s * (decodes + len(chunks))
+
+    def run_s(self, shape: StepShape, steps: int) -> list[float]:
+        """Seconds of ``steps`` successive decode steps; each does the float operations of ``step_s`` in the same order."""
+        decodes, queries = shape.decodes, shape.query_tokens_per_decode
+        key = decodes if queries == 1 else (decodes, queries)
+        a, b, a_window, b_window, floor, host = self._decode.get(key) or self._decode_line(decodes, queries)
+        first = shape.decode_context_tokens
+        contexts = range(first, first + steps * decodes, decodes) if decodes else [first] * steps
+        if not self._window and floor <= a:
+            return [a + b * context + host for context in contexts]
+        return [max(floor, min(a + b * context, a_window + b_window * context)) + host for context in contexts]
+
+    # -- what a record or a report asks for -----------------------------------------------------------------------
+
+    def path(self, shape: StepShape) -> tuple[int, Path]:
+        """Return (tokens executed after padding, graph or eager)."""
+        tokens = shape.decodes * shape.query_tokens_per_decode + sum(new for new, _ in shape.chunks)
+        return self.graphs.path(tokens) if self._capture_mixed or not shape.chunks else (tokens, "eager")
+
+    def describe(self, shape: StepShape) -> dict[str, Any]:
+        """Return the seconds of a step by operator and by side (compute, memory, launch, link, host) and the side that binds.
+
+        Keys: ``seconds``, ``operators`` {name: {seconds, side}}, ``sides`` {side: seconds}, ``bottleneck``, ``path``,
+        ``executed_tokens``. The operators and the host add up to ``seconds``, the value of ``step_s``.
+        """
+        executed, path = self.path(shape)
+        costs = self._step_costs(shape, executed)
+        sides = dict.fromkeys(("compute", "memory", "launch", "link", "host"), 0.0)
+        for cost in costs.values():
+            if not cost.overlapped:
+                sides["compute"] += cost.compute_s
+                sides["memory"] += cost.memory_s
+            else:
+                work = "compute" if cost.compute_s > cost.memory_s else "memory"
+                sides[work] += max(cost.compute_s, cost.memory_s)
+            sides["launch"] += cost.launch_s
+            sides["link"] += cost.link_s
+        seconds = self.step_s(shape)
+        sequences = shape.decodes + len(shape.chunks)
+        sides["host"] = self._host_step_s + self._host_sequence_s * sequences
+        operators = {name: {"seconds": cost.seconds, "side": cost.side} for name, cost in costs.items()}
+        waiting = seconds - sides["host"] - sum(cost.seconds for cost in costs.values())
+        if abs(waiting) > 1e-12:  # the graph's own launch, or the host launching kernels slower than the device runs them
+            operators["launch"] = {"seconds": waiting, "side": "launch"}
+            sides["launch"] += waiting
+        return {"seconds": seconds, "operators": operators, "sides": sides, "bottleneck": max(sides, key=sides.__getitem__),
+                "path": path, "executed_tokens": executed}  # fmt: skip
+
+    def _step_costs(self, shape: StepShape, executed: int) -> dict[str, Cost]:
+        operators = self._operators
+        if not shape.chunks and not shape.decodes:
+            return {}
+        costs = operators.dense(executed)
+        rows = shape.logits_rows if shape.chunks else shape.decodes * shape.query_tokens_per_decode
+        if rows:
+            costs |= operators.head(rows)
+        if shape.chunks:
+            costs["prefill_attention"] = self._prefill_cost(shape.chunks)
+        if shape.decodes:
+            a, b, a_window, b_window = self._attention_line(shape.decodes, shape.query_tokens_per_decode)
+            context = shape.decode_context_tokens
+            seconds = min(a + b * context, a_window + b_window * context)
+            terms = operators.decode_terms(shape.decodes, shape.query_tokens_per_decode, operators.llm.layers)
+            launch = operators.gpu.kernels.decode_attention.latency_s * operators.llm.layers
+            busy = seconds - launch
+            costs["decode_attention"] = Cost(busy if terms.compute_bound else 0.0, 0.0 if terms.compute_bound else busy, launch)
+        return costs
+
+    def _prefill_cost(self, chunks: Iterable[tuple[int, int]]) -> Cost:
+        compute = memory = 0.0
+        for new, before in chunks:
+            pairs, context = self._reach(new, before)
+            compute += pairs * self._per_pair
+            memory += new * self._per_token + context * self._per_context
+        fit = self._operators.gpu.kernels.prefill_attention
+        return Cost(compute, memory, fit.latency_s * self._operators.llm.layers, overlapped=False)
+
+    # -- coefficients, computed once each -------------------------------------------------------------------------
+
+    def _decode_line(self, decodes: int, queries: int) -> DecodeLine:
+        key = decodes if queries == 1 else (decodes, queries)
+        if not decodes:
+            line = DecodeLine(0.0, 0.0, math.inf, 0.0, 0.0, self._host_step_s)
+        else:
+            tokens = decodes * queries
+            executed, path = self.graphs.path(tokens)
+            dense = self._operators.dense(executed).values()
+            head = self._operators.head(tokens).values()
+            a, b, a_window, b_window = self._attention_line(decodes, queries)
+            base = sum(cost.seconds for cost in dense) + sum(cost.seconds for cost in head)
+            kernels = sum(cost.kernels for cost in (*dense, *head)) + self._operators.llm.layers
+            floor = 0.0 if path == "graph" else kernels * self._launch_s
+            base += self._graph_launch_s if path == "graph" else 0.0
+            host = self._host_step_s + self._host_sequence_s * decodes
+            line = DecodeLine(a + base, b, a_window + base, b_window, floor, host)
+        self._decode[key] = line
+        return line
+
+    def _attention_line(self, decodes: int, queries: int) -> tuple[float, float, float, float]:
+        """Decode attention as (a, b) with every layer seeing the whole context and (a', b') with windowed layers full."""
+        key = decodes if queries == 1 else (decodes, queries)
+        operators = self._operators
+        whole = operators.decode_terms(decodes, queries, operators.llm.layers)
+        if self._window:
+            full = operators.decode_terms(decodes, queries, operators.full_layers)
+            windowed = operators.decode_terms(decodes, queries, operators.windowed_layers)
+            capped = full.fixed + windowed.fixed + windowed.per_context * decodes * self._window
+            line = (whole.fixed, whole.per_context, capped, full.per_context)
+        else:
+            line = (whole.fixed, whole.per_context, math.inf, 0.0)
+        self._decode_attention[key] = line
+        return line
+
+    def _mixed_base(self, tokens: int) -> tuple[float, float]:
+        """Return (seconds that depend on the token count only, seconds the host needs to launch) of a step with chunks."""
+        executed, path = self.graphs.path(tokens) if self._capture_mixed else (tokens, "eager")
+        costs = self._operators.dense(executed).values()
+        layers = self._operators.llm.layers
+        base = sum(cost.seconds for cost in costs) + self._operators.gpu.kernels.prefill_attention.latency_s * layers
+        if path == "graph":
+            launches = PIECEWISE_LAUNCHES_PER_LAYER * layers
+        else:
+            launches = sum(cost.kernels for cost in costs) + layers
+        self._mixed[tokens] = base, launches * self._launch_s
+        return self._mixed[tokens]
+
+    def _head_s(self, rows: int) -> float:
+        self._head[rows] = sum(cost.seconds for cost in self._operators.head(rows).values())
+        return self._head[rows]
+
+    def _windowed_chunks_s(self, chunks: Iterable[tuple[int, int]]) -> float:
+        seconds = 0.0
+        for new, before in chunks:
+            pairs, context = self._reach(new, before)
+            seconds += pairs * self._per_pair + new * self._per_token + context * self._per_context
+        return seconds
+
+    def _reach(self, new: int, before: int) -> tuple[float, float]:
+        """Query-key pairs and context tokens of a chunk, averaged over layers with and without a window."""
+        pairs, context = new * (before + 0.5 * (new + 1)), before + new
+        if not self._window:
+            return pairs, context
+        growing = min(new, max(0, self._window - before))  # queries that see fewer than a full window
+        inside = growing * (before + 0.5 * (growing + 1)) + (new - growing) * self._window
+        operators = self._operators
+        share = operators.windowed_layers / operators.llm.layers
+        return pairs + share * (inside - pairs), context + share * (min(context, self._window + new) - context)
+
+
+def build(options: Mapping[str, Any], *, llm: Llm, gpu: Gpu, tensor_parallel: int, weight_dtype: str | None, kv_dtype: str,
+          all_reduce_s: AllReduce | None, where: str) -> Roofline:  # fmt: skip
+    """Factory of ``latency: {name: roofline}``. Raises InputError for an unknown or impossible option."""
+    check_options(options, Options.__dataclass_fields__, where)
+    if kv_dtype not in KV_BYTES:
+        raise InputError("kv_cache.dtype", f"unknown KV dtype '{kv_dtype}'", nearest(kv_dtype, KV_BYTES))
+    chosen = Options(**options)
+    for name in ("host_step_s", "host_sequence_s", "launch_s", "graph_launch_s", "capture_largest"):
+        value = getattr(chosen, name)
+        if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+            raise InputError(f"{where}.{name}", "must be a number that is not negative", f"got {value!r}")
+    sizes = chosen.capture_sizes if chosen.capture_sizes is not None else default_sizes(int(chosen.capture_largest))
+    if not isinstance(sizes, (list, tuple)) or not all(isinstance(size, int) for size in sizes):
+        raise InputError(f"{where}.capture_sizes", "must be a list of whole numbers", f"got {sizes!r}")
+    operators = Operators(llm, gpu, tensor_parallel, weight_dtype, kv_dtype, all_reduce_s)
+    return Roofline(operators, chosen, GraphBuckets(sizes, f"{where}.capture_sizes"))
+
+
+def _either(value: float | None, default: float) -> float:
+    return default if value is None else value
