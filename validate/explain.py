@@ -1,0 +1,279 @@
+"""Why the slowest requests were slow: each one's latency split by cause, the parts adding up to the whole.
+
+Every instant between arrival and finish belongs to exactly one cause. Time while a replica runs steps is split by what the
+step did; time while it runs none is a stall. Per replica the split is a set of cumulative curves over time, so that the parts
+of a request are differences of interpolated values: all requests of a run at once, in O(steps + requests log steps).
+
+The split of a step comes from the run itself: step time is fitted (non-negative least squares, outlying steps put aside) on
+prefill tokens and sequences, decodes, their context and eager execution. What a step takes beyond 1.25 times its fit is put
+down to the clock (a slow GPU, a throttled clock, another tenant); smaller misfits are spread over the step's other parts.
+
+What the records cannot tell is estimated and named in `ESTIMATED`: without plans, who shared a prefill step (in proportion to
+tokens) and when a preempted request was out (the steps of its decode phase that gave it no token).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from serving.errors import InputError, nearest
+from validate.run_data import Columns, RunData
+
+LABELS: Mapping[str, str] = {
+    "queue": "waiting in the queue",
+    "prefill": "its own prompt",
+    "decode": "its own decoding",
+    "prefill_interference": "other requests' prefills",
+    "preemption": "preempted",
+    "transfer": "KV transfer",
+    "graph_miss": "outside the captured graphs",
+    "host_stall": "replica idle with work to do",
+    "clock": "slow clock or GPU",
+    "cold_start": "cold start",
+}
+ESTIMATED = ("prefill_interference", "preemption")
+CAUSES = tuple(LABELS)
+METRICS = ("ttft_s", "tpot_s", "e2e_s")
+SLOW_STEP = 1.25  # a step this many times its fit is slow: beyond what a linear fit of step time misses by itself
+_BASE, _PREFILL, _GRAPH, _CLOCK, _GAP, _COLD = range(6)  # the curves kept per replica
+_FIT_ROWS = 20_000
+
+
+class Cause(NamedTuple):
+    """One cause, over the slowest requests. Seconds per request; ``excess_s`` is what they spent beyond typical ones.
+
+    ``share`` is the part of the whole excess; ``requests`` counts the slow requests that this cause delayed most, of which
+    ``worst_request`` lost the most time to it (-1: none).
+    """
+
+    cause: str
+    label: str
+    mean_s: float
+    typical_s: float
+    excess_s: float
+    share: float
+    requests: int
+    worst_request: int
+
+
+class Attribution(NamedTuple):
+    """Parts per completed request, [requests, causes] in the order of ``CAUSES``, for latencies ``whole_s`` [requests]."""
+
+    request_id: np.ndarray
+    whole_s: np.ndarray
+    parts_s: np.ndarray
+
+
+class _Curves(NamedTuple):
+    """Cumulative seconds by kind and cumulative counts of one replica, at the ends of its steps."""
+
+    times_s: np.ndarray  # [2 n + 1]: start of time, then start and end of each step
+    seconds: np.ndarray  # [6, 2 n + 1]
+    prefill_tokens: np.ndarray  # [2 n + 1]
+    decode_steps: np.ndarray  # [2 n + 1]: steps that gave each decoding request a token
+
+    def between(self, curve: np.ndarray, start_s: np.ndarray, end_s: np.ndarray) -> np.ndarray:
+        return np.interp(end_s, self.times_s, curve) - np.interp(start_s, self.times_s, curve)
+
+
+def eager_steps(steps: Columns) -> np.ndarray:
+    """Mask of the decode-only steps that ran outside captured graphs (``graph`` 0) although other steps of the run used one."""
+    eager = (steps["graph"] == 0) & (steps["prefill_tokens"] == 0)
+    return eager if (steps["graph"] > 0).any() else np.zeros(len(eager), bool)
+
+
+def _features(steps: Columns) -> np.ndarray:
+    """[rows, 6] totals per row: steps, decodes, context, prefill tokens, prefill sequences, eager steps."""
+    count = steps["steps"].astype(float)
+    return np.stack(
+        [
+            count,
+            steps["decode_seqs"] * count,
+            (steps["decode_context_tokens"] + (count - 1) / 2 * steps["decode_seqs"]) * count,
+            steps["prefill_tokens"].astype(float),
+            steps["prefill_seqs"].astype(float),
+            eager_steps(steps) * count,
+        ],
+        axis=1,
+    )
+
+
+def fit_step_parts(steps: Columns) -> np.ndarray:
+    """Return [rows, 4] seconds of each steps row: base, prefill, graph and clock, which add up to its duration."""
+    from scipy.optimize import nnls
+
+    features, duration = _features(steps), np.maximum(steps["duration_s"].astype(float), 1e-12)
+    stride = max(1, len(duration) // _FIT_ROWS)
+    sample = np.flatnonzero((np.arange(len(duration)) % stride == 0) | (features[:, 5] > 0))[: 4 * _FIT_ROWS]
+    scale = np.maximum(features[sample].max(axis=0), 1e-12)
+    weighted = features[sample] / scale / duration[sample, None]  # relative errors: short steps count as much as long ones
+    kept = np.ones(len(sample), bool)
+    for _ in range(4):
+        weights = nnls(weighted[kept], np.ones(kept.sum()))[0]
+        ratio = weighted @ weights
+        kept = (ratio > 1 / SLOW_STEP) & (ratio < SLOW_STEP)
+        if not kept.any():
+            break
+    priced = features * (weights / scale)
+    parts = np.stack([priced[:, :3].sum(1), priced[:, 3:5].sum(1), priced[:, 5], np.zeros(len(duration))], axis=1)
+    fitted = parts.sum(axis=1)
+    slow = duration > SLOW_STEP * fitted
+    parts[:, _CLOCK] = np.where(slow, duration - fitted, 0.0)
+    stretch = np.divide(duration, fitted, out=np.ones_like(duration), where=fitted > 0)
+    parts[~slow] *= stretch[~slow, None]
+    return parts
+
+
+def _curves(steps: Columns, parts: np.ndarray, rows: np.ndarray) -> _Curves:
+    """Lay the steps ``rows`` of one replica along time; where two overlap (plans in flight), the later one starts later."""
+    rows = rows[np.argsort(steps["start_s"][rows], kind="stable")]
+    end = np.maximum.accumulate(steps["start_s"][rows] + steps["duration_s"][rows])
+    start = np.maximum(steps["start_s"][rows], np.concatenate(([0.0], end[:-1])))
+    start = np.minimum(start, end)
+    share = (end - start) / np.maximum(parts[rows].sum(axis=1), 1e-300)
+    times = np.concatenate(([0.0], np.stack([start, end], axis=1).ravel()))
+    seconds = np.zeros((6, len(times)))
+    seconds[:4, 2::2] = (parts[rows] * share[:, None]).T
+    gaps = np.diff(times)[::2]
+    seconds[_GAP, 1::2] = gaps
+    seconds[_COLD, 1], seconds[_GAP, 1] = gaps[0], 0.0
+    tokens, decoded = np.zeros(len(times)), np.zeros(len(times))
+    tokens[2::2] = steps["prefill_tokens"][rows]
+    decoded[2::2] = np.where(steps["decode_seqs"][rows] > 0, steps["steps"][rows], 0)
+    return _Curves(times, seconds.cumsum(axis=1), tokens.cumsum(), decoded.cumsum())
+
+
+def _put(parts: np.ndarray, cause: str, seconds: np.ndarray) -> None:
+    parts[:, CAUSES.index(cause)] += seconds
+
+
+def _split_queue(parts: np.ndarray, curves: _Curves, start_s: np.ndarray, end_s: np.ndarray) -> None:
+    idle = curves.between(curves.seconds[_GAP], start_s, end_s)
+    cold = curves.between(curves.seconds[_COLD], start_s, end_s)
+    _put(parts, "host_stall", idle)
+    _put(parts, "cold_start", cold)
+    _put(parts, "queue", end_s - start_s - idle - cold)
+
+
+def _split_prefill(parts: np.ndarray, curves: _Curves, start_s: np.ndarray, end_s: np.ndarray, own_tokens: np.ndarray) -> None:
+    base, prefill, graph, clock, gap, cold = (curves.between(curve, start_s, end_s) for curve in curves.seconds)
+    tokens = curves.between(curves.prefill_tokens, start_s, end_s)
+    own = np.clip(np.divide(own_tokens, tokens, out=np.ones(len(tokens)), where=tokens > 0), 0.0, 1.0)
+    _put(parts, "prefill_interference", (1 - own) * (base + prefill))
+    _put(parts, "graph_miss", graph)
+    _put(parts, "clock", clock)
+    _put(parts, "host_stall", gap + cold)
+    rest = end_s - start_s - (1 - own) * (base + prefill) - graph - clock - gap - cold
+    _put(parts, "prefill", rest)  # what is left is its own: exact to rounding, and time past the last recorded step stays somewhere
+
+
+def _split_decode(parts: np.ndarray, curves: _Curves, rows: Columns, preempted_s: np.ndarray | None) -> None:
+    start_s, end_s = rows["first_token_s"], rows["finish_s"]
+    whole = end_s - start_s
+    _, prefill, graph, clock, gap, cold = (curves.between(curve, start_s, end_s) for curve in curves.seconds)
+    if preempted_s is None:
+        steps = curves.between(curves.decode_steps, start_s, end_s)
+        missed = np.divide(steps - (rows["output_tokens"] - 1), steps, out=np.zeros(len(steps)), where=steps > 0)
+        preempted_s = np.where(rows["preemptions"] > 0, np.clip(missed, 0, 1) * (whole - gap - cold), 0.0)
+    transfer_s = np.nan_to_num(rows.get("transfer_s", np.zeros(len(whole))))
+    transfer_s = np.clip(transfer_s, 0.0, whole)
+    preempted_s = np.clip(preempted_s, 0.0, whole - transfer_s)
+    present = np.divide(whole - transfer_s - preempted_s, whole, out=np.zeros(len(whole)), where=whole > 0)
+    for cause, seconds in (("prefill_interference", prefill), ("graph_miss", graph), ("clock", clock), ("host_stall", gap + cold)):
+        _put(parts, cause, present * seconds)
+    _put(parts, "transfer", transfer_s)
+    _put(parts, "preemption", preempted_s)
+    _put(parts, "decode", present * (whole - prefill - graph - clock - gap - cold))
+
+
+def attribute(run: RunData, metric: str = "e2e_s", *, preempted_s: Mapping[int, float] | None = None) -> Attribution:
+    """Split ``metric`` of every completed request by cause; parts add up to the whole.
+
+    ``ttft_s`` covers arrival to first token, ``e2e_s`` arrival to finish, ``tpot_s`` first token to finish per token (requests of
+    two output tokens or more): it alone does not call a long answer slow.
+    ``preempted_s`` gives seconds per request id between being preempted and being back (from plans); it is estimated when None.
+    Raises InputError when the run kept no records or completed nothing.
+    """
+    if metric not in METRICS:
+        raise InputError("metric", f"'{metric}' cannot be explained", nearest(metric, METRICS))
+    if not run.requests or not run.steps or not len(run.steps["step"]):
+        raise InputError(str(run.path), "has no records to explain", "run it without --no-records")
+    done = run.completed & np.isfinite(run.latency_s(metric)) & np.isfinite(run.requests["scheduled_s"])
+    rows = {name: column[done] for name, column in run.requests.items()}
+    if not len(rows["request_id"]):
+        raise InputError(str(run.path), "completed no request: there is nothing to explain")
+    out_s = None if preempted_s is None else np.array([preempted_s.get(int(i), 0.0) for i in rows["request_id"]])
+    parts, step_parts = np.zeros((len(rows["request_id"]), len(CAUSES))), fit_step_parts(run.steps)
+    for replica in np.unique(rows["replica"]):
+        mine, stepped = np.flatnonzero(rows["replica"] == replica), np.flatnonzero(run.steps["replica"] == replica)
+        if not len(stepped):
+            raise InputError(str(run.path), f"replica {replica} served requests but recorded no step")
+        curves, local = _curves(run.steps, step_parts, stepped), {name: column[mine] for name, column in rows.items()}
+        split = np.zeros((len(mine), len(CAUSES)))
+        if metric != "tpot_s":
+            _split_queue(split, curves, local["arrival_s"], local["scheduled_s"])
+            own_tokens = np.maximum(local["prompt_tokens"] - local["cached_tokens"], 1)
+            _split_prefill(split, curves, local["scheduled_s"], local["first_token_s"], own_tokens)
+        if metric != "ttft_s":
+            _split_decode(split, curves, local, None if out_s is None else out_s[mine])
+        parts[mine] = split / np.maximum(local["output_tokens"] - 1, 1)[:, None] if metric == "tpot_s" else split
+    return Attribution(rows["request_id"], run.latency_s(metric)[done], parts)
+
+
+def rank(attribution: Attribution, quantile: float = 0.99) -> list[Cause]:
+    """Rank the causes of the requests at or beyond ``quantile`` by the seconds they added beyond the typical request.
+
+    Typical is the mean of the middle fifth (40th to 60th percentile); excesses add up to the difference of mean latencies.
+    """
+    whole, parts = attribution.whole_s, attribution.parts_s
+    low, high, edge = np.quantile(whole, (0.4, 0.6, quantile))
+    slow, middle = whole >= edge, (whole >= low) & (whole <= high)
+    typical, mean = parts[middle].mean(axis=0), parts[slow].mean(axis=0)
+    excess, total = mean - typical, float(whole[slow].mean() - whole[middle].mean())
+    lost = parts[slow] - typical
+    ids, main = attribution.request_id[slow], np.argmax(lost, axis=1)
+    causes = []
+    for index, cause in enumerate(CAUSES):
+        held = np.flatnonzero(main == index)
+        worst = int(ids[held[np.argmax(lost[held, index])]]) if len(held) else -1
+        share = float(excess[index]) / total if total > 0 else 0.0
+        causes.append(Cause(cause, LABELS[cause], float(mean[index]), float(typical[index]), float(excess[index]), share, len(held), worst))
+    return sorted(causes, key=lambda row: (-row.excess_s, row.cause))
+
+
+def preempted_seconds(plans: list[Mapping]) -> dict[int, float]:
+    """Seconds each request spent between a preemption and the end of the step that completed its recomputed context.
+
+    ``plans`` are rows of plans.parquet in order. A request is back once its last chunk of recomputation commits: the step after
+    which it has no chunk of its own while it is still not finished.
+    """
+    out_since: dict[int, float] = {}
+    last_chunk: dict[int, float] = {}
+    total: dict[int, float] = {}
+    for plan in plans:
+        chunked = {int(chunk["request_id"] if isinstance(chunk, Mapping) else chunk[0]) for chunk in plan["chunks"]}
+        for request in sorted(set(last_chunk) - chunked):
+            total[request] = total.get(request, 0.0) + last_chunk.pop(request) - out_since.pop(request)
+        for request in chunked & set(out_since):
+            last_chunk[request] = plan["commit_s"]
+        for request in plan["preempted"]:
+            out_since.setdefault(int(request), plan["schedule_s"])
+            last_chunk.pop(int(request), None)
+    for request, since in last_chunk.items():
+        total[request] = total.get(request, 0.0) + since - out_since[request]
+    return total
+
+
+def explain(run: RunData, metric: str = "e2e_s", quantile: float = 0.99) -> list[Cause]:
+    """Ranked causes of the slowest requests of a run: `rank` of `attribute`, with exact preemption times where plans were kept."""
+    plans = run.path / "plans.parquet"
+    preempted_s = None
+    if plans.is_file() and run.requests and (run.requests["preemptions"] > 0).any():
+        import pyarrow.parquet as pq
+
+        columns = ["schedule_s", "commit_s", "chunks", "preempted"]
+        preempted_s = preempted_seconds(pq.read_table(plans, columns=columns).to_pylist())
+    return rank(attribute(run, metric, preempted_s=preempted_s), quantile)
