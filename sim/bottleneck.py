@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from serving.catalog import Gpu
+    from serving.llm import Llm
+    from serving.scenario import Scenario
 
 _FULL = 0.95  # a pool or a set of slots this full turns work away
 _IDLE = 0.60  # a fleet busy for less than this waits for work, not work for it
@@ -28,6 +33,28 @@ class Fleet:
     gpu_flops: float  # peak, per second
     gpu_memory_bytes_per_s: float  # peak
     kv_tokens: int  # that one replica's pool holds
+
+
+def fleet_of(scenario: Scenario, llm: Llm, gpu: Gpu, *, kv_tokens: int) -> Fleet:
+    """Gather the facts of the fleet that a scenario describes; ``kv_tokens`` is what one replica's pool holds."""
+    cluster = scenario.cluster
+    weight_dtype = None if cluster.weight_dtype == "auto" else cluster.weight_dtype
+    kv_dtype = "bf16" if scenario.kv_cache.dtype == "auto" else scenario.kv_cache.dtype
+    return Fleet(
+        llm=llm.name,
+        gpu=gpu.name,
+        replicas=cluster.replicas,
+        tensor_parallel=cluster.tensor_parallel,
+        max_batch_seqs=scenario.policy.batching.max_batch_seqs,
+        closed_loop=scenario.workload.closed_loop is not None,
+        active_parameters=llm.parameters().active,
+        attention_flops_per_token_pair=4 * llm.layers * llm.heads * llm.head_dim,  # a multiply and an add, for QK and for PV
+        gpu_weight_bytes=llm.weight_bytes(weight_dtype, cluster.tensor_parallel),
+        gpu_kv_bytes_per_token=llm.kv_bytes_per_token(kv_dtype, cluster.tensor_parallel),
+        gpu_flops=gpu.peak_flops(llm.dtype_of_weights(weight_dtype)),
+        gpu_memory_bytes_per_s=gpu.memory_bytes_per_s,
+        kv_tokens=kv_tokens,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,46 @@
+"""A progress bar on a terminal's stderr, for runs long enough to wonder about."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_PATIENCE_S = 1.0  # wall time before anything is shown
+
+
+class ProgressBar:
+    """Call it with (requests finished, requests expected or None) as often as you like; a context manager removes the bar."""
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+        self._bar: Progress | None = None
+        self._shown = sys.stderr.isatty()
+
+    def __call__(self, finished: int, expected: int | None) -> None:
+        """Show how far the run is; nothing at first, and nothing ever where stderr is no terminal."""
+        if not self._shown or (self._bar is None and time.monotonic() - self._started_s < _PATIENCE_S):
+            return
+        if self._bar is None:
+            self._bar = _bar()
+            self._task = self._bar.add_task("simulating", total=expected)
+            self._bar.start()
+        self._bar.update(self._task, completed=finished, total=expected)
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("requests"), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)

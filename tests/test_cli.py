@@ -1,0 +1,113 @@
+"""The command as a person meets it: exit codes, one-line errors, quiet pipes, and a help that doesn't keep one waiting."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import twinserve
+
+ROOT = Path(__file__).resolve().parent.parent
+HELP_CPU_S = 0.5
+TINY = """
+name: tiny
+llm: llama-3.1-8b
+cluster: {gpu: h100-sxm}
+workload:
+  requests: 10
+  arrivals: {process: poisson, rate_rps: 5.0}
+  prompt_tokens: 200
+  output_tokens: 20
+"""
+
+
+def call(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = twinserve.main(list(arguments))
+    return code, *capsys.readouterr()
+
+
+def in_shell(*arguments: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(ROOT / "twinserve.py"), *arguments], capture_output=True, text=True, timeout=60, **options)
+
+
+@pytest.fixture
+def tiny(tmp_path) -> str:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return str(path)
+
+
+def test_help_and_version_come_at_once():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = in_shell("--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0 and all(name in done.stdout for name in twinserve.COMMANDS)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < HELP_CPU_S
+    assert in_shell("--version").stdout.startswith("twinserve 0.")
+
+
+@pytest.mark.parametrize("command", twinserve.COMMANDS)
+def test_every_command_has_a_help(capsys, command):
+    code, out, _ = call(capsys, command, "--help")
+    assert code == 0 and f"twinserve {command}" in out and twinserve.COMMANDS[command][1] in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rn"], "Did you mean 'run'?"),
+        (["run"], "Missing argument"),
+        (["run", "--sed", "1", "x.yaml"], "--seed"),
+        (["run", "no-such.yaml"], "error: no-such.yaml: "),
+        (["list", "gpu"], "did you mean 'gpus'?"),
+        (["run", "chat-8b", "--audit", "2"], "error: --audit: 2 is no fraction"),
+        (["run", "chat-8b", "--set", "cluster.replica=3"], "did you mean 'replicas'?"),
+        (["run", "chat-8b", "--out", "/dev/null"], "is a file"),
+    ],
+)
+def test_wrong_input_is_exit_2_and_one_clear_message(capsys, arguments, message):
+    code, out, err = call(capsys, *arguments)
+    assert code == twinserve.WRONG_INPUT and message in err and out == ""
+    assert "Traceback" not in err
+    if err.startswith("error:"):
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["gpus", "llms", "topologies", "policies", "scenarios", "latency-models"])
+def test_lists(capsys, kind):
+    code, out, _ = call(capsys, "list", kind)
+    assert code == 0 and out.splitlines() == sorted(out.splitlines()) and out
+
+
+def test_the_schema_is_json(capsys):
+    code, out, _ = call(capsys, "schema")
+    assert code == 0 and json.loads(out)["title"] == "twinserve scenario"
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    command = f"{sys.executable} {ROOT / 'twinserve.py'} schema | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "" and done.returncode in (0, twinserve.BROKEN_PIPE)
+
+
+def test_a_run_prints_its_table_and_leaves_its_directory(capsys, tiny, tmp_path):
+    code, out, err = call(capsys, "run", tiny, "--out", str(tmp_path / "run"))
+    assert code == 0 and err == "" and out.isascii()
+    assert "10 of 10 requests completed" in out and "Bottleneck: " in out
+    code, out, _ = call(capsys, "run", tiny, "--json")
+    assert code == 0 and out == (tmp_path / "run" / "summary.json").read_text()
+
+
+def test_equal_input_prints_equal_bytes(capsys, tiny):
+    first, again, other = (call(capsys, "run", tiny, "--json", "--no-records", "--seed", seed)[1] for seed in ("3", "3", "4"))
+    assert first == again != other
+
+
+def test_a_run_that_cannot_start_leaves_nothing(capsys, tiny, tmp_path):
+    code, _, err = call(capsys, "run", tiny, "--set", "cluster.gpu=h10", "--out", str(tmp_path / "run"))
+    assert code == 2 and "h100" in err and not (tmp_path / "run").exists()

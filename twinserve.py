@@ -1,0 +1,79 @@
+"""The command: one Typer app made of each room's ``cli.py``, of which only the one that is asked for gets imported."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from serving.errors import InputError
+
+# command -> (the module whose ``register(app)`` adds it, its line in the overview)
+COMMANDS = {
+    "run": ("sim.cli", "Simulate a scenario and print what its users saw."),
+    "memory": ("hwmodels.cli", "How much KV cache a language model leaves on a GPU."),
+    "list": ("sim.cli", "Names that a scenario may use."),
+    "schema": ("sim.cli", "JSON Schema of a scenario, for editors."),
+}
+WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+_USAGE_ERROR = typer.BadParameter.__base__  # click's UsageError: some versions of typer carry click inside themselves
+
+
+def build(asked: str | None) -> typer.Typer:
+    """Return the app: the command ``asked`` in full, or, when it is none of ours, all of them by their overview lines."""
+    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.callback(help="Simulate LLM serving with the scheduler that also runs in a real engine.")(_top)
+    if asked in COMMANDS:
+        importlib.import_module(COMMANDS[asked][0]).register(app)
+    else:
+        for name, (_, line) in COMMANDS.items():
+            app.command(name, help=line)(_overview_line)
+    return app
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit code: 0 done, 1 the answer is no, 2 the input is wrong, 130 interrupted."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    asked = next((word for word in arguments if not word.startswith("-")), None)
+    try:
+        code = build(asked)(arguments, prog_name="twinserve", standalone_mode=False)
+        sys.stdout.flush()
+    except InputError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return WRONG_INPUT
+    except _USAGE_ERROR as error:
+        error.show()
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read us has gone; give the interpreter somewhere to flush to, or it would complain on exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    return code if isinstance(code, int) else 0
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from serving.version import version
+
+        print("twinserve", version())
+        raise typer.Exit
+
+
+def _top(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    """Hold the options that belong to no command."""
+
+
+def _overview_line() -> None:
+    """Stand in the overview for a command whose module is not imported; never called."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
