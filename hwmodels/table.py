@@ -195,7 +195,17 @@ def vllm_capture_sizes(largest: int) -> list[int]:
 _OPTIONS = {"profile": str, "host_s": (int, float), "skew": bool, "captured_up_to": int, "capture_sizes": list}
 
 
-def build(options: Mapping[str, Any], *, llm: Any, gpu: Any, tensor_parallel: int = 1, dtype: str | None = None, where: str = "latency", **_: Any) -> TableLatency:
+def build(
+    options: Mapping[str, Any],
+    *,
+    llm: Any,
+    gpu: Any,
+    tensor_parallel: int = 1,
+    weight_dtype: str | None = None,
+    kv_dtype: str = "bf16",
+    where: str = "latency",
+    **_: Any,
+) -> TableLatency:
     """Build the model from a scenario's ``latency`` options. Raises InputError for anything that cannot be answered.
 
     ``profile`` (required): a folder in the layer-wise or the operator layout; environment variables expand.
@@ -209,7 +219,9 @@ def build(options: Mapping[str, Any], *, llm: Any, gpu: Any, tensor_parallel: in
     captured = capture_sizes(options, where)
     from hwmodels.profiles import read_profile, read_skew
 
-    kernels = read_profile(folder, llm=llm, gpu=gpu, tensor_parallel=tensor_parallel, dtype=dtype, where=f"{where}.profile")
+    if kv_dtype not in ("bf16", "fp16"):
+        raise InputError(f"{where}.profile", f"profiles time attention on a 16-bit KV cache, not {kv_dtype}", "use the roofline latency model")
+    kernels = read_profile(folder, llm=llm, gpu=gpu, tensor_parallel=tensor_parallel, dtype=weight_dtype, where=f"{where}.profile")
     skew = read_skew(folder, llm=llm, gpu=gpu, tensor_parallel=tensor_parallel, where=f"{where}.skew") if options.get("skew") else None
     return TableLatency(kernels, captured=captured, host_s=float(options.get("host_s", 0.0)), skew=skew)
 

@@ -29,7 +29,7 @@ def read_profile(folder: Path, *, llm: Any, gpu: Any, tensor_parallel: int, dtyp
     if layout_of(folder, where) == "layerwise":
         from hwmodels.profiles.layerwise import LayerwiseKernels
 
-        return LayerwiseKernels(folder, llm=llm, tensor_parallel=tensor_parallel, beyond=Extrapolations())
+        return LayerwiseKernels(folder, llm=llm, tensor_parallel=tensor_parallel, beyond=Extrapolations(), dtype=dtype)
     from hwmodels.profiles.operators import OperatorKernels
 
     return OperatorKernels(folder, llm=llm, gpu=gpu, tensor_parallel=tensor_parallel, beyond=Extrapolations(), dtype=dtype)

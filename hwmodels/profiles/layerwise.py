@@ -31,10 +31,11 @@ US = 1e-6
 class LayerwiseKernels:
     """Times of the kernels of a step, from a layer-wise profile. All results are seconds for all layers together."""
 
-    def __init__(self, folder: Path, *, llm: Any, tensor_parallel: int, beyond: Extrapolations) -> None:
+    def __init__(self, folder: Path, *, llm: Any, tensor_parallel: int, beyond: Extrapolations, dtype: str | None = None) -> None:
         self.beyond = beyond
         self.folder = tensor_parallel_folder(folder, tensor_parallel)
         self.layers: int = llm.layers
+        _refuse_another_llm(self.folder.parent, llm, dtype)
         if getattr(llm, "moe", None):
             raise InputError(str(folder), f"a layer-wise profile prices dense layers and '{llm.name}' has experts")
         self._dense = _lines(self.folder / "dense.csv", "tokens", [*PER_LAYER, *PER_STEP], beyond)
@@ -149,6 +150,18 @@ def tensor_parallel_folder(folder: Path, tensor_parallel: int) -> Path:
         return folder / f"tp{tensor_parallel}"
     known = ", ".join(str(degree) for degree in profiled) or "none"
     raise InputError(str(folder), f"tensor_parallel {tensor_parallel} was not profiled", f"this profile can answer for: {known}")
+
+
+def _refuse_another_llm(folder: Path, llm: Any, dtype: str | None) -> None:
+    """Refuse a profile whose meta.yaml names other head counts or another weight dtype than the LLM has."""
+    meta = read_meta(folder)
+    profiled = (meta.get("engine_effective") or {}).get("hf_overrides") or {}
+    degrees = meta.get("tp_degrees") or [1]  # the overrides noted are the per-GPU shape of the last degree profiled
+    for key, wanted in (("num_attention_heads", llm.heads), ("num_key_value_heads", llm.kv_heads)):
+        if key in profiled and profiled[key] * degrees[-1] != wanted:
+            raise InputError(str(folder / "meta.yaml"), f"profiles {meta.get('model')} ({key} {profiled[key] * degrees[-1]}) and '{llm.name}' has {wanted}")
+    if "variant" in meta and llm.dtype_of_weights(dtype) not in str(meta["variant"]):
+        raise InputError(str(folder / "meta.yaml"), f"profiles {meta['variant']} weights, not {llm.dtype_of_weights(dtype)}")
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
