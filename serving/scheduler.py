@@ -53,6 +53,7 @@ class Scheduler:
         self.running = Running(self)
         self.clock = 0  # decode steps planned so far
         self.decoding = 0
+        self.decoded_s = math.nan  # end of the latest committed step that decoded
         self.context = 0  # sum of `computed` over the decoding sequences
         self.phases = [0] * pool.block_tokens  # decoding sequences by the clock at which they next need a block
         self.now_s = -math.inf
@@ -172,6 +173,8 @@ class Scheduler:
                 if full > seq.shared_blocks:
                     self.pool.publish(seq, seq.keys[seq.shared_blocks : full])
         end_s = result.end_s
+        if plan.decodes:
+            self.decoded_s = end_s
         for seq in plan.completing:
             seq.token_s = end_s
             if seq.first_token_s != seq.first_token_s:
@@ -217,6 +220,8 @@ class Scheduler:
             ahead = self.clock - max(committed_clock, seq.entry_clock)
             self.settle(seq)
             seq.generated -= ahead
+            if self.decoded_s > seq.token_s:
+                seq.token_s = self.decoded_s
             self.phases[(self.clock - seq.computed) % self.pool.block_tokens] -= 1
             self.decoding -= 1
             self.context -= seq.computed

@@ -1,0 +1,155 @@
+"""A fleet of replicas behind a router, in simulated time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import simpy
+
+from serving.policies.protocols import Routing
+from serving.request import Request
+from sim.environment import PLAN, STEP_END, Environment
+from sim.replica import Replica
+
+_LIST_BELOW = 32  # replicas: up to here a list finds its minimum faster than numpy does
+
+
+class FleetSignals:
+    """What the router knows: its own routing at once, finishes as of the latest reading of the signals."""
+
+    def __init__(self, replicas: int) -> None:
+        self.now_s = 0.0
+        self.outstanding_tokens: list[int] | np.ndarray = [0] * replicas if replicas < _LIST_BELOW else np.zeros(replicas, np.int64)
+        self._read = [0] * replicas
+
+    def least_outstanding(self) -> int:
+        """Index of the replica with the fewest outstanding prompt tokens; the lowest among equals."""
+        tokens = self.outstanding_tokens
+        return tokens.index(min(tokens)) if isinstance(tokens, list) else int(tokens.argmin())
+
+    def read(self, replicas: list[Replica]) -> None:
+        """Take in the requests that have left each replica."""
+        for replica in replicas:
+            finished = replica.finished_prompt_tokens
+            index = replica.index
+            if finished != self._read[index]:
+                self.outstanding_tokens[index] -= finished - self._read[index]
+                self._read[index] = finished
+
+
+class Cluster:
+    """Routes requests to lazy replicas.
+
+    Replicas advance when somebody looks. ``on_outcome`` registers a caller who must learn of every request that leaves at
+    that very instant (closed loops, sessions); only then, or ``stepwise``, do the replicas put wakes on the event queue.
+    """
+
+    def __init__(self, env: Environment, replicas: list[Replica], routing: Routing, *, stepwise: bool = False) -> None:
+        self.env = env
+        self.replicas = replicas
+        self.arrived = 0
+        self.signals = FleetSignals(len(replicas))
+        self.arrivals_end_s = 0.0
+        self._routing = routing
+        self._signal_age_s = getattr(routing, "signal_age_s", 0.0)
+        self._reads_load = getattr(routing, "needs_load", False) and len(replicas) > 1
+        self._read_s = 0.0
+        self._eager = stepwise
+        self._armed: list[tuple[float, bool]] = [(math.inf, False)] * len(replicas)
+        self._watchers: list[Callable[[int, float, str], None]] = []
+
+    @property
+    def now_s(self) -> float:
+        """The present simulated time."""
+        return self.env.now
+
+    def on_outcome(self, watcher: Callable[[int, float, str], None]) -> None:
+        """Call ``watcher(request_id, time_s, status)`` when a request leaves, at that time and in order of time."""
+        self._watchers.append(watcher)
+        self._eager = True
+        for replica in self.replicas:
+            replica.on_finish = self._tell
+
+    def _tell(self, request_id: int, time_s: float, status: str) -> None:
+        for watcher in self._watchers:
+            watcher(request_id, time_s, status)
+
+    def submit(self, request: Request, output_tokens: int) -> int:
+        """Route a request now; returns the replica's index."""
+        now_s = self.env.now
+        self.arrived += 1
+        self.arrivals_end_s = now_s
+        if len(self.replicas) == 1:
+            index = 0
+        else:
+            index = self._route(request, now_s)
+            self.signals.outstanding_tokens[index] += request.prompt_tokens
+        replica = self.replicas[index]
+        replica.submit(request, output_tokens, now_s)
+        if self._eager:
+            self._arm(replica)
+        return index
+
+    def _route(self, request: Request, now_s: float) -> int:
+        signals = self.signals
+        signals.now_s = now_s
+        if self._reads_load:
+            age_s = self._signal_age_s
+            read_s = now_s if not age_s else math.floor(now_s / age_s) * age_s
+            if not age_s or read_s > self._read_s:
+                self._read_s = read_s
+                for replica in self.replicas:
+                    if replica.next_s < read_s:
+                        replica.advance(read_s)
+                        if self._eager:
+                            self._arm(replica)
+                signals.read(self.replicas)
+        index = self._routing.route(request, signals)
+        if not 0 <= index < len(self.replicas):
+            raise IndexError(f"routing policy {type(self._routing).__name__} chose replica {index} of {len(self.replicas)}")
+        return index
+
+    def abort(self, request_id: int, replica: int) -> bool:
+        """Drop a request that was routed to ``replica``; False when it has left already."""
+        gone = self.replicas[replica].abort(request_id, self.env.now)
+        if self._eager:
+            self._arm(self.replicas[replica])
+        return gone
+
+    def _arm(self, replica: Replica) -> None:
+        """Put the replica's next wake on the event queue, unless that very wake is there already."""
+        target = (replica.wake_s, replica.executing)
+        if target != self._armed[replica.index]:
+            self._armed[replica.index] = target
+            if target[0] < math.inf:
+                self.env.at(target[0], _Wake(self, replica, target), STEP_END if target[1] else PLAN)
+
+    def drain(self) -> None:
+        """Let every replica finish what it holds."""
+        for replica in self.replicas:
+            replica.advance(math.inf)
+
+    @property
+    def end_s(self) -> float:
+        """Time of the last arrival or step."""
+        return max(self.arrivals_end_s, *(replica.last_end_s for replica in self.replicas))
+
+
+class _Wake:
+    """A wake of one replica; stale, and without effect, once the replica has armed another."""
+
+    __slots__ = ("cluster", "replica", "target")
+
+    def __init__(self, cluster: Cluster, replica: Replica, target: tuple[float, bool]) -> None:
+        self.cluster = cluster
+        self.replica = replica
+        self.target = target
+
+    def __call__(self, event: simpy.Event) -> None:
+        cluster, replica = self.cluster, self.replica
+        if cluster._armed[replica.index] is self.target:
+            cluster._armed[replica.index] = (math.inf, False)
+            replica.wake(self.target[0])
+            cluster._arm(replica)

@@ -1,0 +1,317 @@
+"""One replica: it drives the shared scheduler with priced steps instead of executed ones.
+
+A replica is lazy. ``advance(until_s)`` plans and commits every step that ends before ``until_s`` and leaves the one that
+straddles it in flight; a submission advances first, so that it is seen by exactly the steps that start at or after it. Steps
+that a plan promises to repeat are priced and committed as one run. ``stepwise`` takes them one at a time: same times, same
+plans, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from serving.metrics import ABORTED, CAPACITY, COMPLETED, REJECTED
+from serving.plan import BatchPlan, StepResult
+from serving.request import Request
+from serving.scheduler import BrokenPolicyError, Scheduler
+from serving.sequence import DECODING, Sequence
+from sim.oracle import Oracle
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hwmodels.latency import LatencyModel
+    from serving.metrics import Metrics
+    from sim.recording import Recording
+
+LOOK_AHEAD = 256  # decode steps priced at once; limits work, not results
+_STATUS = {"stop": COMPLETED, "length": COMPLETED, "kv_capacity": CAPACITY, "aborted": ABORTED}
+
+
+class Replica:
+    """``on_finish(request_id, time_s, status)`` is called when a request leaves, in this replica's time order."""
+
+    def __init__(
+        self,
+        index: int,
+        scheduler: Scheduler,
+        latency: LatencyModel,
+        metrics: Metrics,
+        *,
+        stepwise: bool = False,
+        audit: np.random.Generator | None = None,
+        audit_share: float = 0.0,
+        recording: Recording | None = None,
+    ) -> None:
+        self.index = index
+        self.scheduler = scheduler
+        self.oracle = Oracle()
+        self.recording = recording
+        self.on_finish: Callable[[int, float, str], None] | None = None
+        self.next_s = math.inf  # the next instant at which advance() has something to do
+        self.finished_prompt_tokens = 0  # of requests that left; whoever reads it keeps its own last reading
+        self.idle_s = 0.0
+        self.kv_block_seconds = 0.0
+        self.kv_max_blocks = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.runs = 0  # plans priced, a run of many steps counting once
+        self.last_end_s = 0.0
+        self._price = latency.step_s
+        self._price_run = latency.run_s
+        self._metrics = metrics
+        self._rows = metrics.finish
+        self._stepwise = stepwise or (recording is not None and recording.every_step)
+        self._audit = audit
+        self._audit_share = audit_share
+        self._start_s = math.inf  # when the next plan is due, if none is in flight
+        self._idle_from_s = 0.0
+        self._plan: BatchPlan | None = None
+        self._ends: list[float] = []
+        self._durations: list[float] = []
+        self._latest_duration_s = 1.0  # a guess at the next step's, to choose how far to look ahead
+        self._fresh: list[Sequence] = []  # sequences whose latest token came after that, from their prefill
+        self._promised: tuple[BatchPlan, int] | None = None
+
+    # -- requests -------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, output_tokens: int, now_s: float) -> bool:
+        """Queue a request that will generate ``output_tokens``; False when it is refused."""
+        if self.next_s < now_s:
+            self.advance(now_s)
+        seq = self.scheduler.submit(request, now_s)
+        if isinstance(seq, str):
+            self._refused(request, now_s, seq)
+            return False
+        cap = request.max_output_tokens
+        self.oracle.expect(request.request_id, output_tokens if output_tokens < cap else cap)
+        if self.recording is not None:
+            self.recording.submitted(self.index, request.request_id)
+        self._disturb(now_s)
+        return True
+
+    def abort(self, request_id: int, now_s: float) -> bool:
+        """Drop a request in whatever state it is; False when it is not here any more."""
+        if self.next_s < now_s:
+            self.advance(now_s)
+        seq = self.scheduler.abort(request_id, now_s)
+        if seq is None:
+            return False
+        if self.recording is not None:
+            self.recording.aborted(self.index, request_id)
+        self.oracle.forget(request_id)
+        self._record(seq, now_s, "aborted")
+        self._disturb(now_s)
+        return True
+
+    def _disturb(self, now_s: float) -> None:
+        """Something changed: the step in flight ends as planned, but what would have followed it must be planned anew."""
+        self._promised = None
+        if self._plan is not None:
+            del self._ends[1:], self._durations[1:]
+        elif self._start_s > now_s:
+            self._start_s = self.next_s = now_s
+
+    # -- time -----------------------------------------------------------------------------------------------------------
+
+    def advance(self, until_s: float, *, inclusive: bool = False) -> None:
+        """Commit all steps that end before ``until_s`` (at it, too, when ``inclusive``); plan those that start before it."""
+        limit_s = math.nextafter(until_s, math.inf) if inclusive else until_s
+        while self.next_s < limit_s:
+            if self._plan is None:
+                self._begin(limit_s)
+                continue
+            ends = self._ends
+            count = len(ends) if ends[-1] < limit_s else bisect_left(ends, limit_s)
+            if count:
+                self._commit(count)
+
+    def wake(self, now_s: float) -> None:
+        """For whoever must see finishes in time: commit the run that ends now, or plan the step that is due now.
+
+        The two are separate so that what a finish causes at this instant arrives before the next step is planned.
+        """
+        if self._plan is not None:
+            if self._ends[-1] <= now_s:
+                self._commit(len(self._ends))
+        elif self._start_s <= now_s:
+            self._begin(math.inf)
+
+    @property
+    def wake_s(self) -> float:
+        """When ``wake`` has something to do: the end of the run in flight, or the start of the next plan."""
+        return self._ends[-1] if self._plan is not None else self._start_s
+
+    @property
+    def executing(self) -> bool:
+        """Whether a plan is in flight."""
+        return self._plan is not None
+
+    def _begin(self, limit_s: float) -> None:
+        start_s = self._start_s
+        scheduler = self.scheduler
+        plan = scheduler.schedule(start_s)
+        if self._promised is not None:
+            self._check_promise(plan)
+        for seq in plan.ended:
+            self.oracle.forget(seq.request_id)
+            self._record(seq, start_s, "kv_capacity")
+        if plan.empty:
+            if self._idle_from_s == math.inf:
+                self._idle_from_s = start_s
+            self._start_s = self.next_s = plan.ask_again_s if scheduler.waiting_count else math.inf
+            return
+        if self._idle_from_s != math.inf:
+            self.idle_s += start_s - self._idle_from_s
+            self._idle_from_s = math.inf
+        if plan.admitted:
+            for seq, (_, cached) in zip(plan.admitted, plan.chunks[-len(plan.admitted) :]):
+                self.prompt_tokens += seq.known_tokens - (seq.state == DECODING)
+                self.cached_tokens += cached
+        if self.recording is not None:
+            self.recording.planned(self.index)
+        self._plan = plan
+        self.runs += 1
+        if plan.valid_until_s > start_s and not self._stepwise:
+            self._price_steps(plan, start_s, limit_s)
+        else:
+            duration_s = self._price(plan)
+            self._durations = [duration_s]
+            self._ends = [start_s + duration_s]
+        self.next_s = self._ends[0]
+
+    def _price_steps(self, plan: BatchPlan, start_s: float, limit_s: float) -> None:
+        """Price the steps that the plan may stand for: up to a finish, a shortage of blocks, its validity, or the horizon."""
+        limit = self.oracle.steps_to_next_finish(plan.clock - 1)
+        if limit > LOOK_AHEAD:
+            limit = LOOK_AHEAD
+        if limit_s < math.inf:
+            limit = min(limit, int((limit_s - start_s) / self._latest_duration_s) + 2)
+        if limit > 1:
+            limit = self.scheduler.steps_possible(plan, limit)
+        self._durations = durations = self._price_run(plan, limit)
+        self._ends = ends = list(accumulate(durations, initial=start_s))
+        del ends[0]
+        if ends[-1] > plan.valid_until_s:
+            keep = bisect_left(ends, plan.valid_until_s) + 1  # a step counts by when it starts
+            del ends[keep:], durations[keep:]
+
+    def _commit(self, count: int) -> None:
+        """Commit the first ``count`` steps of the run in flight."""
+        plan, ends, durations = self._plan, self._ends, self._durations
+        if count < len(ends):
+            durations = durations[:count]
+            ends = ends[:count]
+        if count > 1 and self._audit is not None and self._audit.random() < self._audit_share * (count - 1):
+            count = int(self._audit.integers(1, count))
+            durations, ends = durations[:count], ends[:count]
+            self._promised = (plan, plan.decodes)
+        scheduler = self.scheduler
+        self._account(plan, durations)
+        start_s, end_s = plan.now_s, ends[-1]
+        self._latest_duration_s = durations[-1]
+        if count > 1:
+            scheduler.extend(plan, count - 1)
+        if plan.decodes:
+            self._token_gaps(plan, durations, ends)
+        elif plan.completing:
+            self._fresh += plan.completing
+        for seq in plan.completing:
+            if seq.token_s == seq.token_s and seq.state == DECODING:  # recomputed after a preemption: its clients saw a long gap
+                self._metrics.itl([end_s - seq.token_s], [1], [end_s])
+        finished = self.oracle.finished(plan)
+        scheduler.commit(plan, StepResult(end_s, finished))
+        if self.recording is not None:
+            self.recording.step(self.index, plan, start_s, end_s, scheduler.pool.total - scheduler.pool.free, finished)
+        self._plan = None
+        self._start_s = self.next_s = self.last_end_s = end_s
+        if not scheduler.has_work:
+            self._idle_from_s = end_s
+            self._start_s = self.next_s = math.inf
+        for seq, reason in finished:
+            self._record(seq, end_s, reason)
+
+    # -- accounts -------------------------------------------------------------------------------------------------------
+
+    def _account(self, plan: BatchPlan, durations: list[float]) -> None:
+        """Add blocks in use x seconds, step by step: the first step's blocks are taken, the others' follow from the phases."""
+        scheduler = self.scheduler
+        pool = scheduler.pool
+        used = pool.total - pool.free
+        total = self.kv_block_seconds
+        if len(durations) == 1:
+            total += used * durations[0]
+        else:
+            phases, width, clock = scheduler.phases, pool.block_tokens, plan.clock
+            first = True
+            for duration_s in durations:
+                if first:
+                    first = False
+                else:
+                    used += phases[clock % width]
+                    clock += 1
+                total += used * duration_s
+        self.kv_block_seconds = total
+        if used > self.kv_max_blocks:
+            self.kv_max_blocks = used
+
+    def _token_gaps(self, plan: BatchPlan, durations: list[float], ends: list[float]) -> None:
+        """Every decode is a gap between two tokens of one client: as long as the step, or longer if the sequence had to pause."""
+        count = plan.decodes
+        decoded_s = self.scheduler.decoded_s
+        steady = decoded_s == plan.now_s
+        if not steady or self._fresh:
+            first_end_s = ends[0]
+            fresh = [seq for seq in self._fresh if seq.state == DECODING and seq.entry_clock < plan.clock]
+            gaps = [first_end_s - seq.token_s for seq in fresh]
+            weights = [1] * len(gaps)
+            if count > len(fresh):
+                gaps.append(durations[0] if steady else first_end_s - decoded_s)
+                weights.append(count - len(fresh))
+            self._metrics.itl(gaps, weights, [first_end_s] * len(gaps))
+            self._fresh.clear()
+            if len(durations) > 1:
+                self._metrics.itl(durations[1:], [count] * (len(durations) - 1), ends[1:])
+        else:
+            self._metrics.itl(durations, [count] * len(durations), ends)
+
+    def _record(self, seq: Sequence, now_s: float, reason: str) -> None:
+        request = seq.request
+        self.finished_prompt_tokens += request.prompt_tokens
+        metrics = self._metrics
+        self._rows(
+            (
+                request.request_id, metrics.class_index(request.class_name), request.arrival_s, request.prompt_tokens, seq.cached_tokens,
+                seq.generated, seq.scheduled_s, seq.first_token_s, now_s, seq.preemptions, self.index, _STATUS[reason],
+            )
+        )  # fmt: skip
+        metrics.flush_if_full()
+        if self.on_finish is not None:
+            self.on_finish(request.request_id, now_s, reason)
+
+    def _refused(self, request: Request, now_s: float, limit: str) -> None:
+        nan = math.nan
+        self.finished_prompt_tokens += request.prompt_tokens
+        self._rows(
+            (
+                request.request_id, self._metrics.class_index(request.class_name), request.arrival_s, request.prompt_tokens, 0, 0,
+                nan, nan, now_s, 0, self.index, REJECTED,
+            )
+        )  # fmt: skip
+        if self.on_finish is not None:
+            self.on_finish(request.request_id, now_s, f"rejected: {limit}")
+
+    def _check_promise(self, plan: BatchPlan) -> None:
+        """An audited run was cut short: the policy must decide now as it promised when it declared the run valid."""
+        (earlier, decodes), self._promised = self._promised, None
+        if plan.now_s < earlier.valid_until_s and (plan.chunks or plan.preempted or plan.ended or plan.decodes != decodes):
+            policy = type(self.scheduler.policies.batching).__name__
+            raise BrokenPolicyError(
+                f"batching policy {policy}, step {plan.step} at {plan.now_s:.6f} s: promised at {earlier.now_s:.6f} s to repeat "
+                f"{decodes} decodes until {earlier.valid_until_s:.6f} s, but now plans {plan.decodes} decodes, {len(plan.chunks)} "
+                f"chunks and {len(plan.preempted)} preemptions"
+            )
