@@ -1,0 +1,29 @@
+# `make run` shows the main job; `make test` does the same and runs the suite. Both set up .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+SCENARIO ?= azure-conversation
+PYTEST_ARGS ?= -n auto
+INSTALL = $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable
+
+.PHONY: run test clean
+
+run: $(VENV)/core
+	$(VENV)/bin/twinserve run $(SCENARIO)
+
+test: $(VENV)/everything run
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# What a capacity planner needs; no torch.
+$(VENV)/core: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "twinserve needs Python 3.11 or later: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) .
+	touch $@
+
+# What the suite needs besides: the engine's torch and Triton, the HTTP server, the studies.
+$(VENV)/everything: $(VENV)/core
+	$(INSTALL) '.[test,engine,serve,study]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info
