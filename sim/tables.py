@@ -29,12 +29,14 @@ def print_run(summary: Mapping[str, Any], fleet: Fleet, slo: Slo, file: IO[str],
 
     Where ``file`` is no terminal the text is plain ASCII, 80 columns wide: the same bytes for the same run.
     """
+    from rich.markup import escape
+
     console = console_for(file, width)
     plain = not console.is_terminal
     requests = summary["requests"]
     times = "x" if plain else "\u00d7"
     gpus = f"{fleet.replicas} {times} {fleet.gpu}" + (f" (tensor parallel {fleet.tensor_parallel})" if fleet.tensor_parallel > 1 else "")
-    console.print(f"[bold]{summary['scenario']}[/bold]: {fleet.llm} on {gpus}, seed {summary['seed']}", highlight=False)
+    console.print(f"[bold]{escape(summary['scenario'])}[/bold]: {escape(fleet.llm)} on {escape(gpus)}, seed {summary['seed']}", highlight=False)
     failures = ", ".join(f"{requests[name]:,} {name}" for name in ("rejected", "failed", "preempted") if requests[name])
     counts = f"{requests['completed']:,} of {requests['arrived']:,} requests completed in {summary['duration_s']:,.1f} s"
     console.print(counts + (f"; {failures}" if failures else ""), highlight=False)
@@ -107,6 +109,8 @@ def _fleet_table(summary: Mapping[str, Any], plain: bool) -> Table:
 
 
 def _slo_table(summary: Mapping[str, Any], slo: Slo, plain: bool) -> Table:
+    from rich.markup import escape
+
     table = _table(plain)
     for name, justify in (("Class", "left"), ("Objective", "left"), ("attained", "right"), (f"asked {slo.attainment:.4g}", "left")):
         table.add_column(name, justify=justify)
@@ -116,7 +120,7 @@ def _slo_table(summary: Mapping[str, Any], slo: Slo, plain: bool) -> Table:
         rows.append(("all", "", attained["overall"]))
     for name, objective, share in rows:
         verdict = "" if share is None else ("[green]met[/green]" if share >= slo.attainment else "[bold red]MISSED[/bold red]")
-        table.add_row(name, objective, "-" if share is None else f"{share:.2%}", verdict)
+        table.add_row(escape(name), objective, "-" if share is None else f"{share:.2%}", verdict)
     return table
 
 

@@ -63,6 +63,11 @@ def test_an_empty_run_prints_dashes():
     assert "no request completed" in text and "None" not in text
 
 
+def test_names_are_text_and_never_markup():
+    text = printed(scenario="[red]odd[/nothing]", slo_attainment={"overall": 1.0, "by_class": {"[/]": 1.0}})
+    assert "[red]odd[/nothing]" in text and "[/]" in text
+
+
 def test_long_waits_are_told_in_seconds():
     assert "In the queue (s)" in printed(queue_s=latencies(30.0))
 
