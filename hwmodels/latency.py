@@ -47,8 +47,7 @@ def build(
     if name not in MODELS:
         raise InputError(f"{where}.name", f"there is no latency model named '{name}'", nearest(name, MODELS))
     llm.check_tensor_parallel(tensor_parallel, "cluster.tensor_parallel")
-    module, function = MODELS[name].split(":")
-    factory = getattr(import_module(module), function)
+    factory = import_module(MODELS[name][0]).build
     return factory(dict(options or {}), llm=llm, gpu=gpu, tensor_parallel=tensor_parallel, weight_dtype=weight_dtype,
                    kv_dtype=kv_dtype, all_reduce_s=all_reduce_s, where=where)  # fmt: skip
 
@@ -60,4 +59,8 @@ def check_options(options: Mapping[str, Any], known: Mapping[str, object], where
             raise InputError(f"{where}.{key}", "unknown option", nearest(str(key), [*known, "name"]))
 
 
-MODELS: dict[str, str] = {"roofline": "hwmodels.roofline:build"}
+MODELS: dict[str, tuple[str, str]] = {  # name -> (module with a function build, what it is)
+    "roofline": ("hwmodels.roofline", "datasheet rates, with efficiencies fitted per architecture; any LLM on any GPU"),
+    "silicon": ("hwmodels.silicon", "operators measured by NVIDIA for one engine version; needs the extra [silicon]"),
+    "table": ("hwmodels.table", "a folder of measured kernels, interpolated linearly"),
+}

@@ -190,8 +190,8 @@ class Operators:
     def _alpha_beta(self, tensor_bytes: float) -> float:
         """Seconds of an all-reduce: latency + 2 (n-1)/n bytes / (link x efficiency), the measured fit where there is one."""
         gpus, link = self.tensor_parallel, self.gpu.link
-        fits = self.gpu.kernels.all_reduce
-        fit = fits.get(gpus)
+        kernels = self.gpu.kernels
+        fit = kernels.all_reduce.get(gpus) if kernels.link == link.kind else None
         latency, efficiency = (fit.latency_s, fit.efficiency) if fit else (link.latency_s, link.efficiency)
         return latency + 2.0 * (gpus - 1) / gpus * tensor_bytes / (link.bytes_per_s * efficiency)
 

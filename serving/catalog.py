@@ -61,6 +61,7 @@ class KernelTimes:
     prefill_attention: KernelFit
     decode_attention: KernelFit
     elementwise: KernelFit
+    link: str = ""  # the kind of link that all_reduce was measured on; on another one the datasheet link counts
     all_reduce: dict[int, LinkFit] = field(default_factory=dict)  # by tensor-parallel degree
     notes: str = ""
 
@@ -72,8 +73,8 @@ class KernelTimes:
 
 
 @dataclass(frozen=True, slots=True, config=FACT)
-class HostTimes:
-    """What the host adds to a step: scheduling and sampling, and launching kernels when no CUDA graph does it."""
+class Host:
+    """What a serving engine adds: host seconds per step, launches where no CUDA graph does them, memory beside torch's."""
 
     name: str
     source: str
@@ -81,7 +82,14 @@ class HostTimes:
     sequence_s: float
     launch_s: float
     graph_launch_s: float
+    context_bytes: int  # CUDA context and libraries
+    communicator_bytes: dict[int, int] = field(default_factory=dict)  # by tensor-parallel degree
     notes: str = ""
+
+    def non_torch_bytes(self, tensor_parallel: int) -> int:
+        """Bytes of GPU memory that the allocator does not see; beyond the measured degrees the nearest lower one holds."""
+        degrees = [degree for degree in self.communicator_bytes if degree <= tensor_parallel]
+        return self.context_bytes + (self.communicator_bytes[max(degrees)] if degrees else 0)
 
 
 @dataclass(frozen=True, slots=True, config=FACT)
@@ -109,7 +117,7 @@ class Gpu:
     pcie: Link
     tdp_w: PositiveFloat
     kernels: KernelTimes
-    host: HostTimes
+    host: Host
     sources: dict[str, str]
     confidence: Literal["high", "medium", "low"]
     usable_memory_bytes: PositiveInt | None = None  # what the runtime reports as total; null: unknown
@@ -151,7 +159,7 @@ _KINDS: dict[str, tuple[type, str]] = {
     "llms": (Llm, "language model"),
     "gpus": (Gpu, "GPU"),
     "kernels": (KernelTimes, "kernel set"),
-    "hosts": (HostTimes, "host"),
+    "hosts": (Host, "host"),
 }
 
 

@@ -211,7 +211,7 @@ class Llm:
 
     def dtype_of_weights(self, dtype: str | None = None) -> str:
         """Return the dtype of the linear layers: ``dtype`` if given, else the checkpoint's. Raises InputError."""
-        return _known(dtype or self.weight_dtype, WEIGHT_BYTES, "weight dtype")
+        return _known(dtype or self.weight_dtype, WEIGHT_BYTES, "weight_dtype")
 
     def dtype_of_experts(self, dtype: str | None = None) -> str:
         """Return the dtype of the routed experts: an explicit ``dtype`` wins over the checkpoint's own."""
@@ -233,7 +233,7 @@ class Llm:
 
     def kv_bytes_per_token(self, kv_dtype: str = "bf16", tensor_parallel: int = 1) -> int:
         """Bytes of KV cache per token on each GPU: 2 x layers x max(1, kv_heads/TP) x head_dim x bytes; MLA: the latent."""
-        size = KV_BYTES[_known(kv_dtype, KV_BYTES, "KV dtype")]
+        size = KV_BYTES[_known(kv_dtype, KV_BYTES, "kv_dtype")]
         if self.mla:
             return int(self.layers * (self.mla.kv_lora_rank + self.mla.rope_dim) * size)
         return int(2 * self.layers * self.kv_heads_per_gpu(tensor_parallel) * self.head_dim * size)
@@ -241,5 +241,5 @@ class Llm:
 
 def _known(dtype: str, table: dict[str, float], what: str) -> str:
     if dtype not in table:
-        raise InputError("dtype", f"unknown {what} '{dtype}'", nearest(dtype, table))
+        raise InputError(what, f"unknown dtype '{dtype}'", nearest(dtype, table))
     return dtype
