@@ -14,7 +14,6 @@ from serving.plan import BatchPlan
 from serving.sequence import PREFILLING, Sequence
 
 if TYPE_CHECKING:
-    from serving.running import Running
     from serving.scheduler import Scheduler
 
 ADMITTED, NO_SEAT, NO_TOKENS, NO_BLOCKS, ENDED_AT_WALL = "admitted", "no seat", "no tokens", "no blocks", "ended at the wall"
@@ -27,6 +26,8 @@ class PlanBuilder:
         policies = scheduler.policies
         self.scheduler = scheduler
         self.pool = scheduler.pool
+        self.running = scheduler.running
+        self.partials = scheduler.partials  # admitted sequences whose prefill is not complete, in admission order
         self.ordering = policies.ordering
         self.window = policies.window
         self.victim = policies.victim
@@ -40,6 +41,8 @@ class PlanBuilder:
         self.now_s = 0.0
         self.tokens_left = 0
         self.seats_left = 0
+        self.waiting = 0  # requests that wait and have not been bypassed in this plan
+        self.decodes = 0  # sequences that are ready to decode
         self.whole_prompts = False  # a policy that never cuts a prompt sets this
 
     # -- life of a plan -------------------------------------------------------------------------------------------------
@@ -48,10 +51,11 @@ class PlanBuilder:
         """Start an empty plan."""
         scheduler = self.scheduler
         self.now_s = now_s
-        self.plan = plan = BatchPlan(scheduler, scheduler.steps, now_s)
-        plan.clock = scheduler.clock
+        self.plan = plan = BatchPlan(scheduler, scheduler.steps, now_s, scheduler.clock)
         self.tokens_left = self._max_tokens
-        self.seats_left = self._max_seqs - len(scheduler.running)
+        self.seats_left = self._max_seqs - self.running.count
+        self.waiting = scheduler.waiting_count
+        self.decodes = scheduler.decoding
         return plan
 
     def finish(self) -> None:
@@ -66,29 +70,9 @@ class PlanBuilder:
     # -- views ----------------------------------------------------------------------------------------------------------
 
     @property
-    def waiting(self) -> int:
-        """Requests that wait and have not been bypassed in this plan."""
-        return self.scheduler.waiting_count - len(self._skipped)
-
-    @property
     def waiting_since_s(self) -> float:
         """Arrival of the first request that found the queue empty: when the present collection began."""
         return self.scheduler.waiting_since_s
-
-    @property
-    def decodes(self) -> int:
-        """Sequences that are ready to decode."""
-        return self.scheduler.decoding
-
-    @property
-    def partials(self) -> list[Sequence]:
-        """Admitted sequences whose prefill is not complete, in admission order."""
-        return self.scheduler.partials
-
-    @property
-    def running(self) -> Running:
-        """All running sequences."""
-        return self.scheduler.running
 
     def head(self) -> Sequence | None:
         """The first waiting sequence that is not bypassed."""
@@ -154,8 +138,9 @@ class PlanBuilder:
         need = pool.blocks_for(known)
         if need > pool.total:
             heappop(scheduler.waiting)
+            self.waiting -= 1
             scheduler.end_at_wall(seq, self.now_s)
-            self.plan.ended.append(seq)
+            self.plan.ended = [*self.plan.ended, seq]
             return ENDED_AT_WALL
         hit = None
         cached = 0
@@ -182,23 +167,34 @@ class PlanBuilder:
         scheduler = self.scheduler
         heappop(scheduler.waiting)
         scheduler.waiting_count -= 1
+        self.waiting -= 1
         scheduler.admissions = seq.admission_index = scheduler.admissions + 1
         if seq.scheduled_s != seq.scheduled_s:
             seq.scheduled_s = self.now_s
         scheduler.running.add(seq)
         self.seats_left -= 1
-        self.plan.admitted.append(seq)
+        if self.plan.admitted:
+            self.plan.admitted.append(seq)
+        else:
+            self.plan.admitted = [seq]
 
     def _schedule_chunk(self, seq: Sequence, new: int, known: int) -> None:
         plan = self.plan
-        plan.chunks.append((new, seq.computed))
-        plan.prefills.append(seq)
+        if plan.chunks:
+            plan.chunks.append((new, seq.computed))
+            plan.prefills.append(seq)
+        else:
+            plan.chunks = [(new, seq.computed)]
+            plan.prefills = [seq]
         self.tokens_left -= new
         seq.computed += new
         if seq.computed == known:
             if seq.state == PREFILLING:
                 self.scheduler.partials.remove(seq)
-            plan.completing.append(seq)
+            if plan.completing:
+                plan.completing.append(seq)
+            else:
+                plan.completing = [seq]
             self.scheduler.enter_decoding(seq)
         elif seq.state != PREFILLING:
             seq.state = PREFILLING
@@ -210,26 +206,29 @@ class PlanBuilder:
         The last running sequence gains nothing from its own eviction when even the whole pool is too small for it: it ends.
         """
         scheduler = self.scheduler
-        if len(scheduler.running) == 1 and not self._fits_alone(seq):
+        if self.running.count == 1 and not self._fits_alone(seq):
             scheduler.end_at_wall(seq, self.now_s)
-            self.plan.ended.append(seq)
+            self.plan.ended = [*self.plan.ended, seq]
         else:
             scheduler.preempt(seq)
-            self.plan.preempted.append(seq)
+            self.plan.preempted = [*self.plan.preempted, seq]
+            self.waiting += 1
+        self.decodes = scheduler.decoding
         self.seats_left += 1
 
     def _fits_alone(self, seq: Sequence) -> bool:
-        computed = seq.computed if seq.state == PREFILLING else self.scheduler.computed_at(seq, self.scheduler.clock)
-        return self.pool.blocks_for(computed + 1) <= self.pool.total
+        return self.pool.blocks_for(self.running.computed(seq) + 1) <= self.pool.total
 
     def bypass(self) -> None:
         """Set the head aside for this plan, so that the next in the queue becomes the head."""
         self._skipped.append(heappop(self.scheduler.waiting))
+        self.waiting -= 1
 
     def restore_bypassed(self) -> None:
         """Put the bypassed requests back in the queue."""
         for entry in self._skipped:
             heappush(self.scheduler.waiting, entry)
+        self.waiting += len(self._skipped)
         self._skipped.clear()
 
     def valid_until(self, until_s: float) -> None:

@@ -95,7 +95,11 @@ class Metrics:
             self.class_index(name)
         self._rows: list[tuple] = []
         self.finish = self._rows.append  # the hot path; follow it with ``flush_if_full`` now and then
-        self._gaps: tuple[list[float], list[int], list[float]] = ([], [], [])
+        # Buffers of ``itl``: the gaps, how many requests saw each, and (when windowed) when each ended. The hot path extends them itself.
+        self.gaps_s: list[float] = []
+        self.gap_weights: list[int] = []
+        self.gap_ends_s: list[float] = []
+        self._gaps = (self.gaps_s, self.gap_weights, self.gap_ends_s)
         self._gap_arrays: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._gap_array_rows = 0
         self._held_rows = np.empty((0, len(Row._fields)))
@@ -122,9 +126,11 @@ class Metrics:
         return index
 
     def flush_if_full(self) -> None:
-        """Digest the buffered rows when there are enough of them to make it cheap."""
+        """Digest the buffered rows and gaps when there are enough of them to make it cheap."""
         if len(self._rows) >= FLUSH_ROWS:
             self._flush_rows()
+        if len(self.gaps_s) >= FLUSH_GAPS:
+            self._flush_gaps(final=False)
 
     def itl(self, gaps_s: list[float] | np.ndarray, weights: list[int] | np.ndarray, ends_s: list[float] | np.ndarray | None = None) -> None:
         """Add gaps between successive tokens of a request: ``gaps_s[i]`` was seen by ``weights[i]`` requests.

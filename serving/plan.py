@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -39,22 +40,23 @@ class BatchPlan:
         "now_s", "preempted", "prefills", "query_tokens_per_decode", "scheduler", "step", "steps", "valid_until_s",
     )  # fmt: skip
 
-    def __init__(self, scheduler: Scheduler, step: int, now_s: float) -> None:
+    def __init__(self, scheduler: Scheduler, step: int, now_s: float, clock: int) -> None:
         self.scheduler = scheduler
         self.step = step
         self.now_s = now_s
         self.steps = 1  # successive decode steps that this plan stands for, once extended
-        self.chunks: list[tuple[int, int]] = []
-        self.prefills: list[Sequence] = []
-        self.completing: list[Sequence] = []
-        self.admitted: list[Sequence] = []
-        self.preempted: list[Sequence] = []
-        self.ended: list[Sequence] = []
+        # Most plans change little: the lists start as the empty tuple and are made when the first member comes.
+        self.chunks: Seq[tuple[int, int]] = ()
+        self.prefills: Seq[Sequence] = ()
+        self.completing: Seq[Sequence] = ()
+        self.admitted: Seq[Sequence] = ()
+        self.preempted: Seq[Sequence] = ()
+        self.ended: Seq[Sequence] = ()
         self.decodes = 0
         self.decode_context_tokens = 0
         self.query_tokens_per_decode = 1
         self.logits_rows = 0
-        self.clock = 0
+        self.clock = clock
         self.valid_until_s = -math.inf  # the same decision holds for steps that start before this, barring an event
         self.ask_again_s = -math.inf  # an empty plan with work queued says when to ask again
 

@@ -17,7 +17,7 @@ class Running:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._groups: dict[int, dict[Sequence, None]] = {}
-        self._count = 0
+        self.count = 0
 
     def add(self, seq: Sequence) -> None:
         """Append ``seq``; it is now the latest of its priority."""
@@ -25,12 +25,12 @@ class Running:
         if group is None:
             group = self._groups[seq.request.priority] = {}
         group[seq] = None
-        self._count += 1
+        self.count += 1
 
     def remove(self, seq: Sequence) -> None:
         """Remove ``seq``; KeyError when it is not here."""
         del self._groups[seq.request.priority][seq]
-        self._count -= 1
+        self.count -= 1
 
     def latest(self, less_urgent_than: int | None = None) -> Sequence | None:
         """The sequence admitted last, among those strictly less urgent than the given priority."""
@@ -64,4 +64,4 @@ class Running:
         return iter(sorted((seq for group in groups for seq in group), key=lambda seq: seq.admission_index))
 
     def __len__(self) -> int:
-        return self._count
+        return self.count

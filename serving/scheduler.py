@@ -121,7 +121,7 @@ class Scheduler:
                 return plan
             if plan.preempted:
                 continue  # a plan that only preempts has made room: plan again with it
-            if self.running and not self.in_flight:
+            if self.running.count and not self.in_flight:
                 raise BrokenPolicyError(
                     f"batching policy {type(self.policies.batching).__name__}, step {plan.step}: sequences run but the plan is empty"
                 )
@@ -282,7 +282,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether anything waits or runs."""
-        return bool(self.waiting_count or self.running)
+        return bool(self.waiting_count or self.running.count)
 
     def head(self) -> Sequence | None:
         """The first waiting sequence in the ordering policy's order."""

@@ -120,7 +120,7 @@ class Cluster:
 
     def _arm(self, replica: Replica) -> None:
         """Put the replica's next wake on the event queue, unless that very wake is there already."""
-        target = (replica.wake_s, replica.executing)
+        target = (replica.next_s, replica.executing)
         if target != self._armed[replica.index]:
             self._armed[replica.index] = target
             if target[0] < math.inf:

@@ -36,8 +36,9 @@ class Recording:
         if self._plans is not None:
             self._seen[replica] = self._arrived.pop(replica, ([], []))
 
-    def step(self, replica: int, plan: BatchPlan, start_s: float, end_s: float, used: int, finished: list[tuple[Sequence, str]]) -> None:
+    def step(self, replica: int, plan: BatchPlan, end_s: float, used: int, finished: list[tuple[Sequence, str]]) -> None:
         """Append a committed plan, which may stand for several decode-only steps."""
+        start_s = plan.now_s
         if self._steps is not None:
             self._steps.append(
                 (

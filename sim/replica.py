@@ -1,9 +1,9 @@
 """One replica: it drives the shared scheduler with priced steps instead of executed ones.
 
-A replica is lazy. ``advance(until_s)`` plans and commits every step that ends before ``until_s`` and leaves the one that
-straddles it in flight; a submission advances first, so that it is seen by exactly the steps that start at or after it. Steps
-that a plan promises to repeat are priced and committed as one run. ``stepwise`` takes them one at a time: same times, same
-plans, bit for bit.
+A replica is lazy: ``advance(until_s)`` does what would have happened by then. Steps that a plan promises to repeat are priced
+and committed as one run, which ends at the first step that could matter to anybody. A submission cuts the run in flight
+behind the step that is being executed, so that it is seen by exactly the steps that start at or after it. ``stepwise`` takes
+the steps one at a time: same times, same plans, bit for bit.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class Replica:
         self._plan: BatchPlan | None = None
         self._ends: list[float] = []
         self._durations: list[float] = []
+        self._used_blocks = 0  # in the latest step accounted for
+        self._accounted = 0  # steps of the run in flight that are in the accounts
         self._latest_duration_s = 1.0  # a guess at the next step's, to choose how far to look ahead
         self._fresh: list[Sequence] = []  # sequences whose latest token came after that, from their prefill
         self._promised: tuple[BatchPlan, int] | None = None
@@ -81,8 +83,7 @@ class Replica:
 
     def submit(self, request: Request, output_tokens: int, now_s: float) -> bool:
         """Queue a request that will generate ``output_tokens``; False when it is refused."""
-        if self.next_s < now_s:
-            self.advance(now_s)
+        self._catch_up(now_s)
         seq = self.scheduler.submit(request, now_s)
         if isinstance(seq, str):
             self._refused(request, now_s, seq)
@@ -91,13 +92,11 @@ class Replica:
         self.oracle.expect(request.request_id, output_tokens if output_tokens < cap else cap)
         if self.recording is not None:
             self.recording.submitted(self.index, request.request_id)
-        self._disturb(now_s)
         return True
 
     def abort(self, request_id: int, now_s: float) -> bool:
         """Drop a request in whatever state it is; False when it is not here any more."""
-        if self.next_s < now_s:
-            self.advance(now_s)
+        self._catch_up(now_s)
         seq = self.scheduler.abort(request_id, now_s)
         if seq is None:
             return False
@@ -105,30 +104,33 @@ class Replica:
             self.recording.aborted(self.index, request_id)
         self.oracle.forget(request_id)
         self._record(seq, now_s, "aborted")
-        self._disturb(now_s)
         return True
 
-    def _disturb(self, now_s: float) -> None:
-        """Something changed: the step in flight ends as planned, but what would have followed it must be planned anew."""
+    def _catch_up(self, now_s: float) -> None:
+        """Something is about to change: commit what has ended, cut the run in flight behind the step that is being executed."""
+        if self.next_s < now_s:
+            self.advance(now_s)
         self._promised = None
-        if self._plan is not None:
-            del self._ends[1:], self._durations[1:]
-        elif self._start_s > now_s:
-            self._start_s = self.next_s = now_s
+        if self._plan is None:
+            if self._start_s > now_s:
+                self._start_s = self.next_s = now_s
+        elif len(self._ends) > 1:
+            begun = bisect_left(self._ends, now_s) + 1
+            del self._ends[begun:], self._durations[begun:]
+            self.next_s = self._ends[-1]
+            self._apply()
 
     # -- time -----------------------------------------------------------------------------------------------------------
 
-    def advance(self, until_s: float, *, inclusive: bool = False) -> None:
-        """Commit all steps that end before ``until_s`` (at it, too, when ``inclusive``); plan those that start before it."""
-        limit_s = math.nextafter(until_s, math.inf) if inclusive else until_s
-        while self.next_s < limit_s:
+    def advance(self, until_s: float) -> None:
+        """Commit all that ends before ``until_s`` and plan what starts before it. A run that reaches beyond it stays in flight:
+        only its last step can end a request, so nothing that anybody could see is withheld.
+        """
+        while self.next_s < until_s:
             if self._plan is None:
-                self._begin(limit_s)
-                continue
-            ends = self._ends
-            count = len(ends) if ends[-1] < limit_s else bisect_left(ends, limit_s)
-            if count:
-                self._commit(count)
+                self._begin(until_s)
+            else:
+                self._commit()
 
     def wake(self, now_s: float) -> None:
         """For whoever must see finishes in time: commit the run that ends now, or plan the step that is due now.
@@ -137,21 +139,16 @@ class Replica:
         """
         if self._plan is not None:
             if self._ends[-1] <= now_s:
-                self._commit(len(self._ends))
+                self._commit()
         elif self._start_s <= now_s:
             self._begin(math.inf)
 
     @property
-    def wake_s(self) -> float:
-        """When ``wake`` has something to do: the end of the run in flight, or the start of the next plan."""
-        return self._ends[-1] if self._plan is not None else self._start_s
-
-    @property
     def executing(self) -> bool:
-        """Whether a plan is in flight."""
+        """Whether a plan is in flight; ``next_s`` is then when its run ends, else when the next plan is due."""
         return self._plan is not None
 
-    def _begin(self, limit_s: float) -> None:
+    def _begin(self, until_s: float) -> None:
         start_s = self._start_s
         scheduler = self.scheduler
         plan = scheduler.schedule(start_s)
@@ -160,7 +157,7 @@ class Replica:
         for seq in plan.ended:
             self.oracle.forget(seq.request_id)
             self._record(seq, start_s, "kv_capacity")
-        if plan.empty:
+        if not plan.decodes and not plan.chunks:
             if self._idle_from_s == math.inf:
                 self._idle_from_s = start_s
             self._start_s = self.next_s = plan.ask_again_s if scheduler.waiting_count else math.inf
@@ -175,22 +172,24 @@ class Replica:
         if self.recording is not None:
             self.recording.planned(self.index)
         self._plan = plan
+        self._used_blocks = scheduler.pool.total - scheduler.pool.free
+        self._accounted = 0
         self.runs += 1
         if plan.valid_until_s > start_s and not self._stepwise:
-            self._price_steps(plan, start_s, limit_s)
+            self._price_steps(plan, start_s, until_s)
         else:
             duration_s = self._price(plan)
             self._durations = [duration_s]
             self._ends = [start_s + duration_s]
-        self.next_s = self._ends[0]
+        self.next_s = self._ends[-1]
 
-    def _price_steps(self, plan: BatchPlan, start_s: float, limit_s: float) -> None:
+    def _price_steps(self, plan: BatchPlan, start_s: float, until_s: float) -> None:
         """Price the steps that the plan may stand for: up to a finish, a shortage of blocks, its validity, or the horizon."""
         limit = self.oracle.steps_to_next_finish(plan.clock - 1)
         if limit > LOOK_AHEAD:
             limit = LOOK_AHEAD
-        if limit_s < math.inf:
-            limit = min(limit, int((limit_s - start_s) / self._latest_duration_s) + 2)
+        if until_s < math.inf:
+            limit = min(limit, int((until_s - start_s) / self._latest_duration_s) + 2)
         if limit > 1:
             limit = self.scheduler.steps_possible(plan, limit)
         self._durations = durations = self._price_run(plan, limit)
@@ -200,22 +199,22 @@ class Replica:
             keep = bisect_left(ends, plan.valid_until_s) + 1  # a step counts by when it starts
             del ends[keep:], durations[keep:]
 
-    def _commit(self, count: int) -> None:
-        """Commit the first ``count`` steps of the run in flight."""
+    def _apply(self) -> None:
+        """Account for the steps of the run in flight and let the scheduler take blocks for all of them."""
+        plan, steps = self._plan, len(self._ends)
+        self._account(plan)
+        if steps > plan.steps:
+            self.scheduler.extend(plan, steps - plan.steps)
+
+    def _commit(self) -> None:
+        """Commit the run in flight."""
         plan, ends, durations = self._plan, self._ends, self._durations
-        if count < len(ends):
-            durations = durations[:count]
-            ends = ends[:count]
-        if count > 1 and self._audit is not None and self._audit.random() < self._audit_share * (count - 1):
-            count = int(self._audit.integers(1, count))
-            durations, ends = durations[:count], ends[:count]
-            self._promised = (plan, plan.decodes)
+        if self._audit is not None:
+            self._cut_for_audit(plan, ends, durations)
+        self._apply()
         scheduler = self.scheduler
-        self._account(plan, durations)
-        start_s, end_s = plan.now_s, ends[-1]
+        end_s = ends[-1]
         self._latest_duration_s = durations[-1]
-        if count > 1:
-            scheduler.extend(plan, count - 1)
         if plan.decodes:
             self._token_gaps(plan, durations, ends)
         elif plan.completing:
@@ -226,7 +225,7 @@ class Replica:
         finished = self.oracle.finished(plan)
         scheduler.commit(plan, StepResult(end_s, finished))
         if self.recording is not None:
-            self.recording.step(self.index, plan, start_s, end_s, scheduler.pool.total - scheduler.pool.free, finished)
+            self.recording.step(self.index, plan, end_s, self._used_blocks, finished)
         self._plan = None
         self._start_s = self.next_s = self.last_end_s = end_s
         if not scheduler.has_work:
@@ -235,26 +234,30 @@ class Replica:
         for seq, reason in finished:
             self._record(seq, end_s, reason)
 
+    def _cut_for_audit(self, plan: BatchPlan, ends: list[float], durations: list[float]) -> None:
+        """End the run early at a random step, so that the policy is asked again and can be held to its promise."""
+        skipped = len(ends) - plan.steps
+        if skipped > 0 and self._audit.random() < self._audit_share * skipped:
+            keep = int(self._audit.integers(plan.steps, len(ends)))
+            del ends[keep:], durations[keep:]
+            self._promised = (plan, plan.decodes)
+
     # -- accounts -------------------------------------------------------------------------------------------------------
 
-    def _account(self, plan: BatchPlan, durations: list[float]) -> None:
-        """Add blocks in use x seconds, step by step: the first step's blocks are taken, the others' follow from the phases."""
-        scheduler = self.scheduler
-        pool = scheduler.pool
-        used = pool.total - pool.free
-        total = self.kv_block_seconds
-        if len(durations) == 1:
+    def _account(self, plan: BatchPlan) -> None:
+        """Add blocks in use x seconds, step by step: the first step's blocks are known, the others' follow from the phases."""
+        durations, done = self._durations, self._accounted
+        used, total = self._used_blocks, self.kv_block_seconds
+        phases, width, clock = self.scheduler.phases, self.scheduler.pool.block_tokens, plan.clock
+        if not done:
             total += used * durations[0]
-        else:
-            phases, width, clock = scheduler.phases, pool.block_tokens, plan.clock
-            first = True
-            for duration_s in durations:
-                if first:
-                    first = False
-                else:
-                    used += phases[clock % width]
-                    clock += 1
-                total += used * duration_s
+            done = 1
+        for duration_s in durations[done:] if len(durations) > done else ():
+            used += phases[clock % width]
+            clock += 1
+            total += used * duration_s
+        self._accounted = len(durations)
+        self._used_blocks = used
         self.kv_block_seconds = total
         if used > self.kv_max_blocks:
             self.kv_max_blocks = used
@@ -276,8 +279,12 @@ class Replica:
             self._fresh.clear()
             if len(durations) > 1:
                 self._metrics.itl(durations[1:], [count] * (len(durations) - 1), ends[1:])
-        else:
-            self._metrics.itl(durations, [count] * len(durations), ends)
+            return
+        metrics = self._metrics
+        metrics.gaps_s.extend(durations)
+        metrics.gap_weights.extend([count] * len(durations))
+        if metrics.windowed:
+            metrics.gap_ends_s.extend(ends)
 
     def _record(self, seq: Sequence, now_s: float, reason: str) -> None:
         request = seq.request

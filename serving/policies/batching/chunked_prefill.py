@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from serving.errors import InputError, nearest
@@ -28,15 +29,16 @@ class ChunkedPrefill:
 
     def plan(self, batch: PlanBuilder) -> None:
         """Fill one step."""
-        waiting = batch.waiting
-        change_s = evict_for_urgent(batch) if waiting and batch.evicts else float("inf")
-        evicted = len(batch.plan.preempted)
-        if batch.decodes:
+        change_s = inf
+        if batch.evicts and batch.waiting:
+            change_s = evict_for_urgent(batch)
+        short = False
+        if batch.decodes and batch.continue_decodes():
+            short = True
             continue_decodes(batch)
-        short = len(batch.plan.preempted) > evicted
-        if batch.partials:
-            short = not continue_prefills(batch) or short
-        if waiting and not short:
+        if batch.partials and not continue_prefills(batch):
+            short = True
+        if batch.waiting and not short:
             open_s = batch.window.open_s(batch)
             if open_s <= batch.now_s:
                 admit_waiting(batch, self.head_of_line, self.max_bypasses)
