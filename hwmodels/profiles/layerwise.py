@@ -31,10 +31,13 @@ US = 1e-6
 class LayerwiseKernels:
     """Times of the kernels of a step, from a layer-wise profile. All results are seconds for all layers together."""
 
+    asynchronous = True
+
     def __init__(self, folder: Path, *, llm: Any, tensor_parallel: int, beyond: Extrapolations, dtype: str | None = None) -> None:
         self.beyond = beyond
         self.folder = tensor_parallel_folder(folder, tensor_parallel)
         self.layers: int = llm.layers
+        self.launches = llm.layers * (sum(PER_LAYER.values()) + 1) + len(PER_STEP) + len(PER_SEQUENCE)
         _refuse_another_llm(self.folder.parent, llm, dtype)
         if getattr(llm, "moe", None):
             raise InputError(str(folder), f"a layer-wise profile prices dense layers and '{llm.name}' has experts")

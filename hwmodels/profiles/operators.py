@@ -28,6 +28,8 @@ MEASURED_HEAD_DIM = 128
 class OperatorKernels:
     """Times of the kernels of a step of one LLM at one tensor-parallel degree, from operator tables. Seconds, all layers together."""
 
+    asynchronous = False
+
     def __init__(self, folder: Path, *, llm: Any, gpu: Any, tensor_parallel: int, beyond: Extrapolations, dtype: str | None = None) -> None:
         _refuse_unmeasured(folder, llm, dtype)
         llm.check_tensor_parallel(tensor_parallel, "cluster.tensor_parallel")
@@ -38,6 +40,7 @@ class OperatorKernels:
         self._prefill = _prefill_lines(_one(folder, "prefill_attn*.csv"), heads, beyond)
         self._decode = _decode_surfaces(_one(folder, "decode_attn*.csv"), heads, beyond)
         self._all_reduce = _all_reduce_lines(folder, tensor_parallel, beyond) if tensor_parallel > 1 else None
+        self.launches = llm.layers * (4 + 1 + len(self._elementwise_values()) + 2 * (tensor_parallel > 1)) + 4
         self._matrices = [*llm.attention_matrices(tensor_parallel), *llm.mlp_matrices(llm.intermediate, tensor_parallel)]
 
     def fixed_s(self, tokens: int, rows: int, graphed: bool) -> float:
@@ -106,15 +109,19 @@ class OperatorKernels:
         return line.ys[-1] * (length / longest) ** 2
 
     def _elementwise_s(self, tokens: int) -> float:
-        """One layer: two norms with residual, rotary embedding, KV write and activation (and per-head norms of Q and K)."""
+        return sum(self._move_s(tokens * values * BF16_BYTES) for values in self._elementwise_values())
+
+    def _elementwise_values(self) -> list[int]:
+        """Values that each element-wise kernel of a layer reads and writes per token: norms with residual, rotary embedding, KV
+        write and activation (and per-head norms of Q and K)."""
         llm = self._llm
         kv_dim = llm.kv_heads_per_gpu(self._tp) * llm.head_dim
         q_dim = llm.heads // self._tp * llm.head_dim
-        kernels = [4 * llm.hidden] * llm.norms_per_layer  # values read and written per token
+        kernels = [4 * llm.hidden] * llm.norms_per_layer
         kernels += [2 * (q_dim + kv_dim), 4 * kv_dim, 3 * llm.intermediate // self._tp]
         if llm.qk_norm:
             kernels.append(2 * (q_dim + kv_dim))
-        return sum(self._move_s(tokens * values * BF16_BYTES) for values in kernels)
+        return kernels
 
     def _move_s(self, size_bytes: float) -> float:
         fit = self._gpu.kernels.elementwise

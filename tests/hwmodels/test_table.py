@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from profile_folders import attention_us, write_layerwise
 
 from hwmodels.profiles.grid import ExtrapolationWarning
-from hwmodels.table import build, vllm_capture_sizes
+from hwmodels.table import build
 from serving.errors import InputError
 from serving.plan import StepShape
 
 LAYERS = 4
 LLM = SimpleNamespace(name="four-layers", layers=LAYERS, heads=8, kv_heads=2, moe=None)
-GPU = SimpleNamespace(name="linear", sm_count=8)  # the attention kernel stops splitting at 0.8 * 2 * 8 / 2 = 6.4 decodes
+HOST = SimpleNamespace(step_s=0.001, sequence_s=1e-5, launch_s=1e-3)
+GPU = SimpleNamespace(name="linear", sm_count=8, host=HOST)  # the attention kernel stops splitting at 0.8 * 2 * 8 / 2 = 6.4 decodes
 
 
 class Plan:
@@ -41,12 +42,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def table(folder):
-    return build({"profile": str(folder), "capture_sizes": [1, 8, 32]}, llm=LLM, gpu=GPU)
+    return build({"profile": str(folder), "capture_sizes": [1, 8, 32], "launch_s": 0}, llm=LLM, gpu=GPU)
 
 
 @pytest.fixture(scope="module")
 def skewed(folder):
-    return build({"profile": str(folder), "capture_sizes": [1, 8, 32], "skew": True}, llm=LLM, gpu=GPU)
+    return build({"profile": str(folder), "capture_sizes": [1, 8, 32], "launch_s": 0, "skew": True}, llm=LLM, gpu=GPU)
 
 
 def dense_us(tokens: int, rows: int) -> float:
@@ -71,7 +72,7 @@ def test_a_step_is_the_sum_of_its_kernels(table, shape, padded, attention):
         assert table.step_s(shape) == pytest.approx((dense_us(padded, shape.logits_rows) + LAYERS * attention) * 1e-6, rel=1e-12)
 
 
-def test_an_empty_step_costs_nothing(table):
+def test_an_empty_step_costs_its_host_time(table):
     assert table.step_s(StepShape()) == 0.0
     assert table.run_s(StepShape(), 3) == [0.0] * 3
 
@@ -86,7 +87,7 @@ def test_a_long_chunk_is_priced_as_its_pieces(table):
 
 
 def test_extrapolation_warns_once_and_is_kept(folder):
-    model = build({"profile": str(folder)}, llm=LLM, gpu=GPU)
+    model = build({"profile": str(folder), "capture_sizes": []}, llm=LLM, gpu=GPU)
     with pytest.warns(ExtrapolationWarning) as caught:
         for decodes in (20, 24, 30):
             model.step_s(StepShape((), decodes, 100 * decodes, decodes))
@@ -105,7 +106,7 @@ def test_verifying_several_tokens_multiplies_rows_not_kv(table):
 @given(decodes=st.integers(1, 16), context=st.integers(1, 3000), steps=st.sampled_from([1, 2, 63, 64, 65, 200]), wide=st.sampled_from([1, 3]))
 def test_a_run_is_its_steps_bit_for_bit(table, decodes, context, steps, wide):
     def shape(i: int) -> StepShape:
-        return StepShape((), decodes, context + i * decodes * wide, decodes * wide, wide)
+        return StepShape((), decodes, context + i * decodes, decodes * wide, wide)
 
     assert table.run_s(shape(0), steps) == [table.step_s(shape(i)) for i in range(steps)]
 
@@ -141,16 +142,28 @@ def test_skew_applies_to_mixed_batches(table, skewed):
 
 
 def test_host_time_is_added_to_every_step(folder, table):
-    hosted = build({"profile": str(folder), "capture_sizes": [1, 8, 32], "host_s": 0.002}, llm=LLM, gpu=GPU)
+    hosted = build({"profile": str(folder), "capture_sizes": [1, 8, 32], "launch_s": 0, "host_step_s": 0.002, "host_sequence_s": 1e-4}, llm=LLM, gpu=GPU)
     for shape in (StepShape((), 5, 500, 5), StepShape(((20, 0),), 3, 100, 4)):
-        assert hosted.step_s(shape) == pytest.approx(table.step_s(shape) + 0.002)
+        sequences = shape.decodes + len(shape.chunks)
+        assert hosted.step_s(shape) == pytest.approx(table.step_s(shape) + 0.002 + 1e-4 * sequences)
 
 
-def test_default_capture_sizes_are_vllm_s():
-    assert vllm_capture_sizes(512)[:6] == [1, 2, 4, 8, 16, 24]
-    assert vllm_capture_sizes(512)[-3:] == [480, 496, 512] and len(vllm_capture_sizes(512)) == 51
-    assert vllm_capture_sizes(0) == []
+def test_a_layer_wise_profile_hides_the_catalogue_s_host_time(folder, table):
+    assert build({"profile": str(folder), "capture_sizes": [1, 8, 32]}, llm=LLM, gpu=GPU).step_s(StepShape((), 5, 500, 5)) == table.step_s(
+        StepShape((), 5, 500, 5)
+    )
 
+
+def test_a_step_without_a_graph_waits_for_its_launches(folder):
+    """40 kernels at 1 ms each: eager is bound by launches, a graph is not, and padding costs less than either."""
+    model = build({"profile": str(folder), "capture_sizes": [1, 2, 4, 8]}, llm=LLM, gpu=GPU)
+    captured = build({"profile": str(folder), "capture_sizes": [1, 2, 4, 8, 12]}, llm=LLM, gpu=GPU)
+    padded = build({"profile": str(folder), "capture_sizes": [1, 2, 4, 8, 16]}, llm=LLM, gpu=GPU)
+    shape = StepShape((), 12, 12 * 100, 12)
+    assert model.step_s(shape) == pytest.approx((LAYERS * 9 + 4) * 1e-3)
+    assert model.step_s(shape) > 5 * padded.step_s(shape) > 5 * captured.step_s(shape)
+    assert (model.path(shape), padded.path(shape)) == ((12, "eager"), (16, "graph"))
+    assert model.run_s(shape, 70) == [model.step_s(shape)] * 70
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -158,10 +171,12 @@ def test_default_capture_sizes_are_vllm_s():
         ({}, "latency.profile: is missing"),
         ({"profil": "x"}, "latency.profil: unknown option .*did you mean 'profile'"),
         ({"profile": "/nowhere"}, "latency.profile: '/nowhere' is no folder"),
-        ({"host_s": "3"}, "latency.host_s: '3' has the wrong type"),
-        ({"host_s": -1.0}, "latency.host_s: -1.0 is no host time"),
-        ({"host_s": float("nan")}, "latency.host_s: nan is no host time"),
+        ({"host_step_s": "3"}, "latency.host_step_s: must be a number of seconds"),
+        ({"host_step_s": -1.0}, "latency.host_step_s: must be a number of seconds"),
+        ({"launch_s": float("nan")}, "latency.launch_s: must be a number of seconds"),
         ({"capture_sizes": [0]}, "latency.capture_sizes"),
+        ({"capture_largest": True}, "latency.capture_largest: must be a whole number"),
+        ({"skew": "yes"}, "latency.skew: must be true or false"),
     ],
 )
 def test_options_are_checked(folder, options, message):

@@ -11,7 +11,7 @@ from hwmodels.table import build
 from serving.errors import InputError
 
 LLM = SimpleNamespace(name="four-layers", layers=4, heads=8, kv_heads=2, moe=None)
-GPU = SimpleNamespace(name="linear", sm_count=8)
+GPU = SimpleNamespace(name="linear", sm_count=8, host=SimpleNamespace(step_s=0.0, sequence_s=0.0, launch_s=0.0))
 
 
 def refusal(folder, **keywords) -> str:
