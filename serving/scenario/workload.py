@@ -83,9 +83,12 @@ class Trace(BaseModel):
     sort: Annotated[Switch, Field(description="sort rows by time instead of refusing disorder (reads all rows first)")] = False
     zero_rows: Annotated[Literal["skip", "error"], Field(description="rows without prompt or output tokens")] = "skip"
     turn_timing: Annotated[
-        Literal["after_answer", "recorded"],
-        Field(description="a turn comes its recorded gap after the answer before it, or at its recorded time if that is later"),
-    ] = "after_answer"
+        Literal["open", "after_answer", "recorded"] | None,
+        Field(
+            description="when a session's turn comes: open, at its recorded time; after_answer, its recorded gap after the answer "
+            "before it; recorded, at its recorded time but not before that answer; default: as suits the format"
+        ),
+    ] = None
 
     @model_validator(mode="after")
     def _slice(self) -> Trace:
@@ -95,7 +98,10 @@ class Trace(BaseModel):
 
 
 class Workload(BaseModel):
-    """What arrives: a synthetic stream (arrivals, lengths), or a trace, which replaces both."""
+    """What arrives: a synthetic stream (arrivals, lengths), or a trace, which replaces both.
+
+    A trace without arrival times takes those of ``arrivals``; a closed loop stays one, over the trace's requests.
+    """
 
     model_config = STRICT
     requests: Annotated[Count | None, Field(description="stop after that many requests")] = None
@@ -151,5 +157,5 @@ class Workload(BaseModel):
 
     @property
     def closed_loop(self) -> ClosedLoop | None:
-        """The closed loop that drives this workload, or None when arrivals do not wait for answers."""
-        return self.arrivals if isinstance(self.arrivals, ClosedLoop) and self.trace is None else None
+        """The closed loop that drives this workload, or None. With a trace, its users take the trace's requests in turn."""
+        return self.arrivals if isinstance(self.arrivals, ClosedLoop) else None
