@@ -1,0 +1,155 @@
+"""A step's inputs flattened into static buffers, sent to the device in one asynchronous copy.
+
+```
+sequences: decodes (one token each), then chunks        tokens: in the same order
+rows, context [S]   starts [C+1]   tokens, positions, slots [T]   selected, targets [R]
+```
+The device buffer has one address for ever, which captured graphs rely on. On CPU it is the host buffer itself. On CUDA two pinned host
+buffers take turns, so that a step can be prepared while the copy of the one before is still in flight.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.batch import AttentionBatch
+from engine.block_tables import BlockTables
+from engine.step import LAST_SAMPLED, SequenceInput, StepInput
+
+
+class StepLayout(NamedTuple):
+    """A flattened step on the host: its sequences in order, how many are decodes, chunk shapes, and which token rows are sampled for whom."""
+
+    sequences: list[SequenceInput]
+    decodes: int
+    chunks: tuple[tuple[int, int], ...]
+    tokens: int
+    max_context: int
+    row_owner: list[int]  # index into ``sequences`` of each sampled row
+    row_positions: np.ndarray  # position of the token that each sampled row produces
+    errors: dict[int, str]
+
+
+class InputBuffers:
+    """The buffers and their filling, for at most ``max_tokens`` tokens of ``max_seqs`` sequences."""
+
+    def __init__(self, max_tokens: int, max_seqs: int, block_tokens: int, vocab: int, device: torch.device) -> None:
+        sizes = {"rows": max_seqs, "context": max_seqs, "starts": max_seqs + 1}
+        sizes |= dict.fromkeys(("tokens", "positions", "slots", "selected", "targets"), max_tokens)
+        self._block_tokens = block_tokens
+        self._vocab = vocab
+        self._cuda = device.type == "cuda"
+        self._pinned = [torch.zeros(sum(sizes.values()), dtype=torch.int32, pin_memory=self._cuda) for _ in range(2 if self._cuda else 1)]
+        self._sent: list[torch.cuda.Event | None] = [None] * len(self._pinned)
+        self._flat = torch.zeros_like(self._pinned[0], device=device) if self._cuda else self._pinned[0]
+        self._turn = 0
+        self._hosts = [_views(flat.numpy(), sizes) for flat in self._pinned]
+        self.device = _views(self._flat, sizes)
+        self._copies = torch.cuda.Stream(device) if self._cuda else None
+
+    def fill(self, batch: StepInput, tables: BlockTables) -> StepLayout:
+        """Flatten ``batch`` into the host buffer whose turn it is. A sequence with a token outside the vocabulary is left out and named in ``errors``."""
+        self._turn = (self._turn + 1) % len(self._hosts)
+        event = self._sent[self._turn]
+        if event is not None:
+            event.synchronize()
+        for request_id in batch.released:
+            tables.release(request_id)
+        errors = self._bad_tokens(batch)
+        sequences = [seq for seq in batch.sequences if seq.request_id not in errors] if errors else batch.sequences
+        singles = [seq for seq in sequences if len(seq.tokens) == 1]
+        longer = [seq for seq in sequences if len(seq.tokens) != 1]
+        ordered, decodes = singles + longer, len(singles)
+        host = self._hosts[self._turn]
+        counts = np.array([len(seq.tokens) for seq in ordered], dtype=np.int64)
+        starts = np.array([seq.start for seq in ordered], dtype=np.int64)
+        rows = np.array([tables.row(seq.request_id, seq.block_table) for seq in ordered], dtype=np.int64)
+        tokens = self._fill_tokens(host, ordered, counts, starts, rows, tables)
+        host["rows"][: len(ordered)] = rows
+        host["context"][: len(ordered)] = starts + counts
+        host["starts"][0] = 0
+        np.cumsum(counts[decodes:], out=host["starts"][1 : len(longer) + 1])
+        owner, positions = _fill_selected(host, ordered, counts, starts, rows)
+        chunks = tuple((len(seq.tokens), seq.start) for seq in longer)
+        longest = int(starts[:decodes].max()) + 1 if decodes else 0
+        return StepLayout(ordered, decodes, chunks, tokens, longest, owner, positions, errors)
+
+    def _bad_tokens(self, batch: StepInput) -> dict[int, str]:
+        flat = [token for seq in batch.sequences for token in seq.tokens]
+        if not flat or (min(flat) >= LAST_SAMPLED and max(flat) < self._vocab):
+            return {}
+        bad = [seq for seq in batch.sequences if min(seq.tokens) < LAST_SAMPLED or max(seq.tokens) >= self._vocab]
+        return {seq.request_id: f"a token is outside the vocabulary of {self._vocab}" for seq in bad}
+
+    def _fill_tokens(self, host: dict, ordered: list[SequenceInput], counts: np.ndarray, starts: np.ndarray, rows: np.ndarray, tables: BlockTables) -> int:
+        total = int(counts.sum())
+        if total > len(host["tokens"]) or len(ordered) > len(host["rows"]):
+            raise RuntimeError(f"a step of {total} tokens and {len(ordered)} sequences exceeds {len(host['tokens'])} and {len(host['rows'])}")
+        ends = counts.cumsum()
+        positions = np.arange(total) - np.repeat(ends - counts - starts, counts)
+        blocks = tables.host[np.repeat(rows, counts), positions // self._block_tokens]
+        host["tokens"][:total] = [token for seq in ordered for token in seq.tokens]
+        host["positions"][:total] = positions
+        host["slots"][:total] = blocks * np.int64(self._block_tokens) + positions % self._block_tokens
+        return total
+
+    def pad(self, layout: StepLayout, size: int) -> None:
+        """Fill the rows beyond the decodes up to ``size``: one token at position 0 of the table row of zeros, written to the reserved block."""
+        host, used = self._hosts[self._turn], layout.decodes
+        for name, value in (("rows", 0), ("context", 1), ("tokens", 0), ("positions", 0), ("slots", 0)):
+            host[name][used:size] = value
+
+    def send(self, tables: BlockTables) -> None:
+        """Copy the filled buffer and the changed block-table entries to the device; the current stream waits for the copy, the host does not."""
+        if self._copies is None:
+            return
+        compute = torch.cuda.current_stream()
+        # The step before still reads the device buffer: its kernels come first.
+        self._copies.wait_stream(compute)
+        with torch.cuda.stream(self._copies):
+            self._flat.copy_(self._pinned[self._turn], non_blocking=True)
+            tables.upload()
+            event = torch.cuda.Event()
+            event.record()
+        self._sent[self._turn] = event
+        compute.wait_event(event)
+
+    def attention_batch(self, layout: StepLayout, table: Tensor, decodes: int) -> AttentionBatch:
+        """Return what attention reads, as views of the device buffers; ``decodes`` may exceed the layout's by padding."""
+        sequences = decodes + len(layout.chunks)
+        tokens = decodes + layout.tokens - layout.decodes
+        view = self.device
+        return AttentionBatch(
+            decodes=decodes,
+            rows=view["rows"][:sequences],
+            context=view["context"][:sequences],
+            starts=view["starts"][: len(layout.chunks) + 1],
+            slots=view["slots"][:tokens],
+            table=table,
+            chunks=layout.chunks,
+            max_context=layout.max_context,
+        )
+
+
+def _views(flat, sizes: dict[str, int]) -> dict:
+    ends = np.cumsum(list(sizes.values())).tolist()
+    return {name: flat[end - size : end] for (name, size), end in zip(sizes.items(), ends)}
+
+
+def _fill_selected(host: dict, ordered: list[SequenceInput], counts: np.ndarray, starts: np.ndarray, rows: np.ndarray) -> tuple[list[int], np.ndarray]:
+    """Fill which token rows are sampled, and the table row that remembers each as the sequence's last token (0: nobody's).
+
+    Returns the index of the sequence that owns each sampled row, and the position of the token it produces.
+    """
+    wanted = np.array([seq.sampled_rows for seq in ordered], dtype=np.int64)
+    total = int(wanted.sum())
+    owner = np.repeat(np.arange(len(ordered)), wanted)
+    ends = wanted.cumsum()
+    back = np.repeat(ends, wanted) - np.arange(total)  # 1 for a sequence's last row
+    host["selected"][:total] = counts.cumsum()[owner] - back
+    host["targets"][:total] = np.where(back == 1, rows[owner], 0)
+    return owner.tolist(), (starts + counts)[owner] - back + 1

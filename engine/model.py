@@ -1,0 +1,174 @@
+"""The decoder transformer: embedding, layers of attention and (routed) SwiGLU, final norm, LM head.
+
+Tokens of all sequences lie flattened, [T]; attention over pages goes through a back end, the pointwise steps through ``ops``
+(``engine.kernels.reference`` or ``engine.kernels.pointwise``). Everything above those two is the same on CPU and CUDA.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.architecture import Architecture
+from engine.attention import AttentionBackend
+from engine.attention.batch import AttentionBatch
+from engine.kv_cache import KvCache
+
+#: Called after each layer's attention with (layer, rotated q [T, H, D], residual before the layer [T, hidden]); the cache holds this step's keys.
+Observer = Callable[[int, Tensor, Tensor], None]
+
+
+@dataclass(slots=True)
+class ExpertWeights:
+    """Routed experts: ``router`` [E, hidden], ``gate_up`` [E, 2·I, hidden], ``down`` [E, hidden, I]; a shared expert with its gate, or None."""
+
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+    shared_gate_up: Tensor | None = None
+    shared_down: Tensor | None = None
+    shared_gate: Tensor | None = None
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer: ``qkv`` [(H + 2·K)·D, hidden] fused, ``gate_up`` [2·I, hidden] fused; either the dense pair or ``experts``."""
+
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor | None
+    down: Tensor | None
+    experts: ExpertWeights | None = None
+
+
+@dataclass(slots=True)
+class DecoderWeights:
+    """All weights; ``lm_head`` is the same tensor as ``embedding`` [vocab, hidden] when they are tied."""
+
+    embedding: Tensor
+    layers: list[LayerWeights]
+    norm: Tensor
+    lm_head: Tensor
+
+
+def rope_tables(shape: Architecture, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, [max_model_len, head_dim/2], float32 (or int8: round(127 · value)), computed in float64.
+
+    Frequencies θ^(−2i/D) (Su et al. 2021); ``llama3`` and ``linear`` scaling as ``RopeScaling`` says.
+    """
+    inverse = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim)
+    scaling = shape.rope_scaling
+    if scaling is not None and scaling.kind == "linear":
+        inverse = inverse / scaling.factor
+    elif scaling is not None:
+        turns = scaling.original_max * inverse / (2 * math.pi)
+        kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+        inverse = inverse / scaling.factor * (1 - kept) + inverse * kept
+    angles = torch.outer(torch.arange(shape.max_model_len, dtype=torch.float64), inverse)
+    tables = angles.cos(), angles.sin()
+    if shape.rope_table == "int8":
+        return tuple((127 * table).round().to(torch.int8).to(device) for table in tables)
+    return tuple(table.to(torch.float32).to(device) for table in tables)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """Return the slope of each head, float32 [heads]: 2^(−8i/n), odd steps of 2n for the heads beyond a power of two (Press et al. 2022)."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+    return torch.tensor(slopes, dtype=torch.float32)
+
+
+class Decoder:
+    """Weights and the forward pass. Holds no cache and no sequence state."""
+
+    def __init__(self, shape: Architecture, weights: DecoderWeights, backend: AttentionBackend, ops: Any) -> None:
+        self.shape = shape
+        self.weights = weights
+        self.backend = backend
+        self.ops = ops
+        self.device = weights.embedding.device
+        self._rope = rope_tables(shape, self.device) if shape.positions == "rope" else None
+
+    def forward(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, cache: KvCache, observe: Observer | None = None) -> Tensor:
+        """Return the normed hidden states [T, hidden] of ``tokens`` [T] at ``positions`` [T]; writes their keys and values to the cache."""
+        ops, weights, eps = self.ops, self.weights, self.shape.norm_eps
+        self.backend.begin(batch)
+        residual = F.embedding(tokens, weights.embedding)
+        x = ops.rmsnorm(residual, weights.layers[0].attention_norm, eps)
+        for index, layer in enumerate(weights.layers):
+            x = self._attention(index, layer, x, residual, positions, batch, cache, observe)
+            x, residual = ops.add_rmsnorm(x, residual, layer.mlp_norm, eps)
+            x = self._mlp(layer, x, batch)
+            last = index + 1 == len(weights.layers)
+            x, residual = ops.add_rmsnorm(x, residual, weights.norm if last else weights.layers[index + 1].attention_norm, eps)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [rows, vocab] of hidden states [rows, hidden]."""
+        return F.linear(hidden, self.weights.lm_head)
+
+    def _attention(
+        self, index: int, layer: LayerWeights, x: Tensor, residual: Tensor, positions: Tensor, batch: AttentionBatch, cache: KvCache, observe: Observer | None
+    ) -> Tensor:
+        shape = self.shape
+        heads, kv_heads = shape.heads, shape.kv_heads
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, shape.head_dim)
+        rotated, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        if layer.q_norm is not None:
+            q, k = rotated.split((heads, kv_heads), dim=1)
+            rotated = torch.cat((self.ops.rmsnorm(q, layer.q_norm, shape.norm_eps), self.ops.rmsnorm(k, layer.k_norm, shape.norm_eps)), dim=1)
+        if self._rope is not None:
+            rotated = self.ops.rope(rotated, positions, *self._rope)
+        q, k = rotated[:, :heads], rotated[:, heads:]
+        out = self.backend.attend(q, k, v, cache.keys[index], cache.values[index], batch, shape.window)
+        if observe is not None:
+            observe(index, q, residual)
+        return F.linear(out.reshape(-1, heads * shape.head_dim), layer.output)
+
+    def _mlp(self, layer: LayerWeights, x: Tensor, batch: AttentionBatch) -> Tensor:
+        if layer.experts is None:
+            return F.linear(self.ops.silu_mul(F.linear(x, layer.gate_up)), layer.down)
+        chosen, share = self._route(layer.experts, x)
+        # A decode batch reads almost every expert's weights anyway and is bound by that reading; computing all of them for all
+        # rows keeps the shapes independent of the routing, which a captured graph needs.
+        compute = self._all_experts if not batch.chunks else self._chosen_experts
+        out = compute(layer.experts, x, chosen, share)
+        if layer.experts.shared_gate_up is not None:
+            shared = F.linear(self.ops.silu_mul(F.linear(x, layer.experts.shared_gate_up)), layer.experts.shared_down)
+            out = out + shared * torch.sigmoid(F.linear(x, layer.experts.shared_gate))
+        return out
+
+    def _route(self, experts: ExpertWeights, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts and their shares, [T, experts per token] each."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        share, chosen = F.linear(x, experts.router).to(wide).softmax(-1).topk(self.shape.experts_per_token, dim=-1)
+        if self.shape.normalise_router:
+            share = share / share.sum(-1, keepdim=True)
+        return chosen, share.to(x.dtype)
+
+    def _all_experts(self, experts: ExpertWeights, x: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+        gate_up = torch.matmul(x[None], experts.gate_up.transpose(1, 2))
+        out = torch.matmul(self.ops.silu_mul(gate_up), experts.down.transpose(1, 2))
+        weight = torch.zeros(x.shape[0], experts.router.shape[0], dtype=x.dtype, device=x.device).scatter(1, chosen, share)
+        return torch.einsum("eth,te->th", out, weight)
+
+    def _chosen_experts(self, experts: ExpertWeights, x: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(experts.router.shape[0]):
+            token, rank = (chosen == expert).nonzero(as_tuple=True)
+            if token.numel():
+                value = F.linear(self.ops.silu_mul(F.linear(x[token], experts.gate_up[expert])), experts.down[expert])
+                out = out.index_add(0, token, value * share[token, rank, None])
+        return out

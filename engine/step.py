@@ -1,0 +1,65 @@
+"""The runner's seam: what one step must compute and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.graphs import StepPath
+from engine.sampling import GREEDY, SamplingParams
+
+#: As a token to process: the one that the previous step sampled for this request, which the host may not have seen yet.
+LAST_SAMPLED = -1
+
+
+class SequenceInput(NamedTuple):
+    """One sequence's part of a step. A NamedTuple because hundreds are made each step.
+
+    ``tokens`` are processed now, at positions ``start``, ``start + 1``...; ``start`` tokens are in the cache already. ``block_table`` lists the
+    sequence's blocks in order and covers the new tokens. ``sampled_rows`` counts the last positions whose next token is sampled: 0 for a
+    chunk that does not complete the prompt, 1 normally, k + 1 to verify k drafted tokens.
+    """
+
+    request_id: int
+    tokens: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    sampled_rows: int = 1
+    sampling: SamplingParams = GREEDY
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """All sequences of a step, in any order, each request at most once.
+
+    ``released`` names requests that gave their blocks up since the last step (finished, aborted, preempted).
+    """
+
+    sequences: Sequence[SequenceInput]
+    released: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where a step's time went, seconds. ``device_s`` runs beside the host's parts on CUDA; on CPU it is the forward pass.
+
+    prepare: build and send the inputs; launch: issue the forward pass (0 on CPU, where it *is* the device time); sample: issue
+    processors and sampling; post: from the tokens' arrival to the result.
+    """
+
+    prepare_s: float
+    launch_s: float
+    sample_s: float
+    post_s: float
+    device_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The sampled tokens of each request (``sampled_rows`` of them), and the requests that failed alone, each with its reason."""
+
+    tokens: dict[int, tuple[int, ...]]
+    path: StepPath
+    times: StepTimes
+    errors: dict[int, str] = field(default_factory=dict)
