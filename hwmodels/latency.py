@@ -62,6 +62,5 @@ def check_options(options: Mapping[str, Any], known: Mapping[str, object], where
 MODELS: dict[str, tuple[str, str]] = {  # name -> (module with a function build, what it is)
     "roofline": ("hwmodels.roofline", "datasheet rates, with efficiencies fitted per architecture; any LLM on any GPU"),
     "silicon": ("hwmodels.silicon", "operators measured by NVIDIA for one engine version; needs the extra [silicon]"),
-    "silicon": ("hwmodels.silicon", "measured kernels of many GPUs and engine versions, from the extra [silicon]"),
     "table": ("hwmodels.table", "a folder of measured kernels, interpolated linearly"),
 }
