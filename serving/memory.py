@@ -90,19 +90,13 @@ def kv_capacity(
     Raises InputError for values out of range and for a tensor-parallel degree that does not divide the heads.
     """
     llm.check_tensor_parallel(tensor_parallel, "cluster.tensor_parallel")
-    if not 0 < memory_fraction <= 1:
-        raise InputError(f"{where}.memory_fraction", "must lie in (0, 1]", f"got {memory_fraction}")
     length = llm.max_model_len if max_model_len is None else max_model_len
-    counts = {"block_tokens": block_tokens, "max_model_len": length, "blocks": 1 if blocks is None else blocks}
-    for name, value in counts.items():
-        if value < 1:
-            raise InputError(f"{where}.{name}", "must be at least 1", f"got {value}")
-    given = {"weights_gib": weights_gib, "activation_gib": activation_gib, "non_torch_gib": non_torch_gib,
-             "graphs_gib": graphs_gib, "gpu_gib": gpu_gib}  # fmt: skip
-    for name, amount in given.items():
-        if amount is not None and not (0 <= amount < math.inf):
-            raise InputError(f"{where}.{name}", "must be a number of GiB that is not negative", f"got {amount}")
-
+    _check_ranges(
+        where, memory_fraction,
+        {"block_tokens": block_tokens, "max_model_len": length, "blocks": 1 if blocks is None else blocks},
+        {"weights_gib": weights_gib, "activation_gib": activation_gib, "non_torch_gib": non_torch_gib, "graphs_gib": graphs_gib,
+         "gpu_gib": gpu_gib},
+    )  # fmt: skip
     weights = _gib(weights_gib, llm.weight_bytes(weight_dtype, tensor_parallel))
     activation = _gib(activation_gib, activation_bytes(
         llm, tensor_parallel=tensor_parallel, max_batch_tokens=max_batch_tokens, max_batch_seqs=max_batch_seqs))  # fmt: skip
@@ -116,6 +110,17 @@ def kv_capacity(
     tokens = held * block_tokens
     return KvCapacity(weights, activation, non_torch, graphs_gib, pool, per_token, held, block_tokens, tokens,
                       tokens / length, not limit, limit)  # fmt: skip
+
+
+def _check_ranges(where: str, fraction: float, counts: dict[str, int], given_gib: dict[str, float | None]) -> None:
+    if not 0 < fraction <= 1:
+        raise InputError(f"{where}.memory_fraction", "must lie in (0, 1]", f"got {fraction}")
+    for name, value in counts.items():
+        if value < 1:
+            raise InputError(f"{where}.{name}", "must be at least 1", f"got {value}")
+    for name, amount in given_gib.items():
+        if amount is not None and not (0 <= amount < math.inf):
+            raise InputError(f"{where}.{name}", "must be a number of GiB that is not negative", f"got {amount}")
 
 
 def check_capacity(capacity: KvCapacity, where: str) -> None:
