@@ -50,6 +50,8 @@ class PlanBuilder:
     def begin(self, now_s: float) -> BatchPlan:
         """Start an empty plan."""
         scheduler = self.scheduler
+        if scheduler.in_flight:
+            scheduler.drain_capped()
         self.now_s = now_s
         self.plan = plan = BatchPlan(scheduler, scheduler.steps, now_s, scheduler.clock)
         self.tokens_left = self._max_tokens

@@ -23,7 +23,7 @@ from serving.plan import BatchPlan, Outcome, StepResult
 from serving.policies import Policies
 from serving.request import Request
 from serving.running import Running
-from serving.sequence import DECODING, ENDED, PREFILLING, WAITING, Sequence
+from serving.sequence import DECODING, DRAINING, ENDED, PREFILLING, WAITING, Sequence
 
 
 class BrokenPolicyError(RuntimeError):
@@ -58,6 +58,7 @@ class Scheduler:
         self.phases = [0] * pool.block_tokens  # decoding sequences by the clock at which they next need a block
         self.now_s = -math.inf
         self._live: dict[int, Sequence] = {}
+        self._capped: list[tuple[int, int, int, Sequence]] = []  # when each decode will have all the tokens it may generate
         self._builder = PlanBuilder(self)
         self._observers = policies.observers()
 
@@ -168,7 +169,7 @@ class Scheduler:
         """Take in the result of the oldest plan in flight: cache entries, first tokens, finishes (in the order given)."""
         self.in_flight -= 1
         for seq, (new, before) in zip(plan.prefills, plan.chunks):
-            if seq.keys is not None and seq.state in (PREFILLING, DECODING):
+            if seq.keys is not None and WAITING < seq.state < ENDED:
                 full = min((before + new) // self.pool.block_tokens, len(seq.keys))
                 if full > seq.shared_blocks:
                     self.pool.publish(seq, seq.keys[seq.shared_blocks : full])
@@ -201,6 +202,18 @@ class Scheduler:
         self.phases[(clock - seq.computed) % self.pool.block_tokens] += 1
         self.decoding += 1
         self.context += seq.computed
+        if self.max_in_flight > 1:
+            last_clock = clock + seq.request.max_output_tokens - seq.generated
+            heappush(self._capped, (last_clock, seq.request_id, seq.preemptions, seq))
+
+    def drain_capped(self) -> None:
+        """With plans in flight whose tokens are not known yet: stop decoding sequences that are at their token limit already."""
+        capped = self._capped
+        while capped and capped[0][0] <= self.clock:
+            _, _, preemptions, seq = heappop(capped)
+            if seq.preemptions == preemptions and seq.state == DECODING:
+                self._stop_decoding(seq)
+                seq.state = DRAINING
 
     def computed_at(self, seq: Sequence, clock: int) -> int:
         """KV entries of decoding ``seq`` once the decode step numbered ``clock`` has run."""
@@ -218,15 +231,18 @@ class Scheduler:
         self.running.remove(seq)
         if seq.state == DECODING:
             ahead = self.clock - max(committed_clock, seq.entry_clock)
-            self.settle(seq)
+            self._stop_decoding(seq)
             seq.generated -= ahead
-            if self.decoded_s > seq.token_s:
-                seq.token_s = self.decoded_s
-            self.phases[(self.clock - seq.computed) % self.pool.block_tokens] -= 1
-            self.decoding -= 1
-            self.context -= seq.computed
-        else:
+        elif seq.state == PREFILLING:
             self.partials.remove(seq)
+
+    def _stop_decoding(self, seq: Sequence) -> None:
+        self.settle(seq)
+        if self.decoded_s > seq.token_s:
+            seq.token_s = self.decoded_s
+        self.phases[(self.clock - seq.computed) % self.pool.block_tokens] -= 1
+        self.decoding -= 1
+        self.context -= seq.computed
 
     def preempt(self, seq: Sequence) -> None:
         """Evict a running sequence: its pages are released (their content stays cached), it waits to be recomputed."""

@@ -10,7 +10,8 @@ from serving.request import Request
 if TYPE_CHECKING:
     from serving.kv_pool import Extent
 
-WAITING, PREFILLING, DECODING, ENDED = range(4)
+# DRAINING: its last token is planned but not yet known; it keeps its seat and its pages until then.
+WAITING, PREFILLING, DECODING, DRAINING, ENDED = range(5)
 
 
 class Sequence:
@@ -53,5 +54,5 @@ class Sequence:
         return self.request.prompt_tokens + self.generated
 
     def __repr__(self) -> str:
-        state = ("waiting", "prefilling", "decoding", "ended")[self.state]
+        state = ("waiting", "prefilling", "decoding", "draining", "ended")[self.state]
         return f"Sequence({self.request_id}, {state}, computed={self.computed}, generated={self.generated})"

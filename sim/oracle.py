@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from serving.plan import BatchPlan
-from serving.sequence import DECODING, ENDED, WAITING, Sequence
+from serving.sequence import DECODING, ENDED, PREFILLING, Sequence
 
 NEVER = 1 << 60
 
@@ -34,14 +34,14 @@ class Oracle:
             rest = self._output_tokens[seq.request_id] - seq.generated
             if seq.state == DECODING:
                 heappush(due, (seq.entry_clock + rest, seq.request_id, seq.preemptions, seq))
-            elif rest <= 0:  # preempted by a later plan, but this token was its last
+            elif rest <= 0:  # preempted or drained by a later plan, and this token was its last
                 heappush(due, (clock, seq.request_id, seq.preemptions, seq))
         if not due or due[0][0] > clock:
             return []
         finished = []
         while due and due[0][0] <= clock:
             _, request_id, preemptions, seq = heappop(due)
-            if seq.preemptions == preemptions and seq.state in (DECODING, WAITING):
+            if seq.preemptions == preemptions and seq.state not in (PREFILLING, ENDED):
                 capped = self._output_tokens.pop(request_id) >= seq.request.max_output_tokens
                 finished.append((seq, "length" if capped else "stop"))
         return finished

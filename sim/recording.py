@@ -14,7 +14,7 @@ class Recording:
         self._steps = steps
         self._plans = plans
         self._arrived: dict[int, tuple[list[int], list[int]]] = {}  # by replica: submitted and aborted since its latest plan
-        self._seen: dict[int, tuple[list[int], list[int]]] = {}  # the same, as its plan in flight saw them
+        self._seen: dict[tuple[int, int], tuple[list[int], list[int]]] = {}  # the same by (replica, step), as that plan saw them
 
     @property
     def every_step(self) -> bool:
@@ -31,14 +31,13 @@ class Recording:
         if self._plans is not None:
             self._arrived.setdefault(replica, ([], []))[1].append(request_id)
 
-    def planned(self, replica: int) -> None:
+    def planned(self, replica: int, plan: BatchPlan) -> None:
         """The replica made a plan: it saw what was noted until now."""
         if self._plans is not None:
-            self._seen[replica] = self._arrived.pop(replica, ([], []))
+            self._seen[replica, plan.step] = self._arrived.pop(replica, ([], []))
 
-    def step(self, replica: int, plan: BatchPlan, end_s: float, used: int, finished: list[tuple[Sequence, str]]) -> None:
+    def step(self, replica: int, plan: BatchPlan, start_s: float, end_s: float, used: int, finished: list[tuple[Sequence, str]]) -> None:
         """Append a committed plan, which may stand for several decode-only steps."""
-        start_s = plan.now_s
         if self._steps is not None:
             self._steps.append(
                 (
@@ -49,10 +48,10 @@ class Recording:
             self._steps.flush_if_full()
         if self._plans is not None:
             chunks = [{"request_id": seq.request_id, "new_tokens": new} for seq, (new, _) in zip(plan.prefills, plan.chunks)]
-            submitted, aborted = self._seen.pop(replica)
+            submitted, aborted = self._seen.pop((replica, plan.step))
             self._plans.append(
                 (
-                    plan.step, start_s, end_s, submitted, aborted, chunks,
+                    plan.step, plan.now_s, end_s, submitted, aborted, chunks,
                     [seq.request_id for seq in plan.preempted], [], [seq.request_id for seq, _ in finished], replica,
                 )
             )  # fmt: skip

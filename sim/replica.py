@@ -4,6 +4,9 @@ A replica is lazy: ``advance(until_s)`` does what would have happened by then. S
 and committed as one run, which ends at the first step that could matter to anybody. A submission cuts the run in flight
 behind the step that is being executed, so that it is seen by exactly the steps that start at or after it. ``stepwise`` takes
 the steps one at a time: same times, same plans, bit for bit.
+
+Where two plans may be in flight (an engine that schedules ahead), the next step is planned when the present one starts, so what
+happens meanwhile is seen one step later; such steps are taken one at a time.
 """
 
 from __future__ import annotations
@@ -65,12 +68,16 @@ class Replica:
         self._price_run = latency.run_s
         self._metrics = metrics
         self._rows = metrics.finish
-        self._stepwise = stepwise or (recording is not None and recording.every_step)
+        self._pipelined = scheduler.max_in_flight > 1
+        self._stepwise = stepwise or self._pipelined or (recording is not None and recording.every_step)
         self._audit = audit
         self._audit_share = audit_share
         self._start_s = math.inf  # when the next plan is due, if none is in flight
         self._idle_from_s = 0.0
         self._plan: BatchPlan | None = None
+        self._queued: BatchPlan | None = None  # planned ahead of the one in flight, when plans are pipelined
+        self._lost_decodes = 0  # decodes of the queued plan whose sequences ended before it ran
+        self._run_start_s = 0.0
         self._ends: list[float] = []
         self._durations: list[float] = []
         self._used_blocks = 0  # in the latest step accounted for
@@ -148,15 +155,14 @@ class Replica:
         """Whether a plan is in flight; ``next_s`` is then when its run ends, else when the next plan is due."""
         return self._plan is not None
 
+    def busy_until(self, end_s: float) -> float:
+        """Seconds of steps from time zero to ``end_s``, the end of the run."""
+        return end_s - self.idle_s - (max(0.0, end_s - self._idle_from_s) if self._idle_from_s < math.inf else 0.0)
+
     def _begin(self, until_s: float) -> None:
         start_s = self._start_s
         scheduler = self.scheduler
-        plan = scheduler.schedule(start_s)
-        if self._promised is not None:
-            self._check_promise(plan)
-        for seq in plan.ended:
-            self.oracle.forget(seq.request_id)
-            self._record(seq, start_s, "kv_capacity")
+        plan = self._queued or self._schedule(start_s)
         if not plan.decodes and not plan.chunks:
             if self._idle_from_s == math.inf:
                 self._idle_from_s = start_s
@@ -165,13 +171,11 @@ class Replica:
         if self._idle_from_s != math.inf:
             self.idle_s += start_s - self._idle_from_s
             self._idle_from_s = math.inf
-        if plan.admitted:
-            for seq, (_, cached) in zip(plan.admitted, plan.chunks[-len(plan.admitted) :]):
-                self.prompt_tokens += seq.known_tokens - (seq.state == DECODING)
-                self.cached_tokens += cached
-        if self.recording is not None:
-            self.recording.planned(self.index)
+        if self._pipelined:
+            following = self._schedule(start_s)
+            self._queued = None if following.empty else following
         self._plan = plan
+        self._run_start_s = start_s
         self._used_blocks = scheduler.pool.total - scheduler.pool.free
         self._accounted = 0
         self.runs += 1
@@ -182,6 +186,21 @@ class Replica:
             self._durations = [duration_s]
             self._ends = [start_s + duration_s]
         self.next_s = self._ends[-1]
+
+    def _schedule(self, now_s: float) -> BatchPlan:
+        plan = self.scheduler.schedule(now_s)
+        if self._promised is not None:
+            self._check_promise(plan)
+        for seq in plan.ended:
+            self.oracle.forget(seq.request_id)
+            self._record(seq, now_s, "kv_capacity")
+        if plan.admitted:
+            for seq, (_, cached) in zip(plan.admitted, plan.chunks[-len(plan.admitted) :]):
+                self.prompt_tokens += seq.known_tokens - (seq.state == DECODING)
+                self.cached_tokens += cached
+        if self.recording is not None and not plan.empty:
+            self.recording.planned(self.index, plan)
+        return plan
 
     def _price_steps(self, plan: BatchPlan, start_s: float, until_s: float) -> None:
         """Price the steps that the plan may stand for: up to a finish, a shortage of blocks, its validity, or the horizon."""
@@ -223,9 +242,11 @@ class Replica:
             if seq.token_s == seq.token_s and seq.state == DECODING:  # recomputed after a preemption: its clients saw a long gap
                 self._metrics.itl([end_s - seq.token_s], [1], [end_s])
         finished = self.oracle.finished(plan)
+        if self._pipelined:
+            self._lost_decodes = sum(seq.state == DECODING for seq, _ in finished) if self._queued and self._queued.decodes else 0
         scheduler.commit(plan, StepResult(end_s, finished))
         if self.recording is not None:
-            self.recording.step(self.index, plan, end_s, self._used_blocks, finished)
+            self.recording.step(self.index, plan, self._run_start_s, end_s, self._used_blocks, finished)
         self._plan = None
         self._start_s = self.next_s = self.last_end_s = end_s
         if not scheduler.has_work:
@@ -264,9 +285,9 @@ class Replica:
 
     def _token_gaps(self, plan: BatchPlan, durations: list[float], ends: list[float]) -> None:
         """Every decode is a gap between two tokens of one client: as long as the step, or longer if the sequence had to pause."""
-        count = plan.decodes
+        count = plan.decodes - self._lost_decodes
         decoded_s = self.scheduler.decoded_s
-        steady = decoded_s == plan.now_s
+        steady = decoded_s == self._run_start_s
         if not steady or self._fresh:
             first_end_s = ends[0]
             fresh = [seq for seq in self._fresh if seq.state == DECODING and seq.entry_clock < plan.clock]

@@ -18,6 +18,7 @@ from serving.policies.protocols import Admission, Batching, Limits, Ordering, Po
 
 __all__ = [
     "Admission", "Batching", "Limits", "Ordering", "Policies", "Routing", "Victim", "Window", "kinds", "load", "names",
+    "option_names",
 ]  # fmt: skip
 
 KINDS: dict[str, tuple[str, ...]] = {  # kind -> the methods that a policy of this kind must have
@@ -51,11 +52,7 @@ def load(kind: str, name: str, options: Mapping[str, Any] | None = None, *, wher
     where = where or f"policy.{kind}"
     factory = _find(kind, name, where)
     given = dict(options or {})
-    known = {
-        parameter.name: parameter
-        for parameter in inspect.signature(factory).parameters.values()
-        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    }
+    known = _options(factory)
     for key in given:
         if key not in known:
             raise InputError(f"{where}.{key}", f"{kind} policy '{name}' has no such option", nearest(key, known))
@@ -72,6 +69,16 @@ def load(kind: str, name: str, options: Mapping[str, Any] | None = None, *, wher
         if not callable(getattr(policy, method, None)):
             raise InputError(where, f"'{name}' is no {kind} policy: it has no method '{method}'")
     return policy
+
+
+def option_names(kind: str, name: str, *, where: str | None = None) -> list[str]:
+    """Names of the options that policy ``name`` of ``kind`` accepts. Raises InputError when there is no such policy."""
+    return list(_options(_find(kind, name, where or f"policy.{kind}")))
+
+
+def _options(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(factory).parameters.values()
+    return {one.name: one for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
 
 
 def _find(kind: str, name: str, where: str) -> Callable[..., Any]:

@@ -1,0 +1,50 @@
+"""From the policy part of a scenario to the set of policies that drives one replica, simulated or real."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from serving.errors import InputError
+from serving.policies import Limits, Policies, Routing, load, option_names
+
+if TYPE_CHECKING:
+    from serving.scenario import Policy
+
+
+def build_policies(policy: Policy) -> Policies:
+    """Build a fresh set: policies keep state, so each replica has its own. Raises InputError naming the mistake."""
+    batching = policy.batching
+    if batching.max_batch_tokens < batching.max_batch_seqs:
+        raise InputError(
+            "policy.batching.max_batch_tokens",
+            f"{batching.max_batch_tokens} tokens a step are too few for {batching.max_batch_seqs} sequences that each decode one",
+            "raise it or lower max_batch_seqs",
+        )
+    return Policies(
+        ordering=_load("ordering", policy.ordering),
+        batching=load("batching", batching.name, _batching_options(policy), where=batching.where),
+        window=_load("window", batching.window),
+        victim=_load("preemption", policy.preemption),
+        admission=_load("admission", policy.admission),
+        limits=Limits(batching.max_batch_tokens, batching.max_batch_seqs, batching.max_chunk_tokens),
+    )
+
+
+def build_routing(policy: Policy) -> Routing:
+    """Build the fleet's routing policy."""
+    return _load("routing", policy.routing)
+
+
+def _load(kind: str, spec: Any) -> Any:
+    return load(kind, spec.name, spec.options, where=spec.where)
+
+
+def _batching_options(policy: Policy) -> dict[str, Any]:
+    """Options of the batching policy; the queue-head settings of a scenario go to those policies that have them."""
+    batching = policy.batching
+    shared = {"head_of_line": batching.head_of_line, "max_bypasses": batching.max_bypasses}
+    known = option_names("batching", batching.name, where=batching.where)
+    for key, value in shared.items():
+        if key not in known and value != type(batching).model_fields[key].default:
+            raise InputError(f"policy.batching.{key}", f"batching policy '{batching.name}' has no such option")
+    return {**{key: value for key, value in shared.items() if key in known}, **batching.options}

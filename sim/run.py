@@ -1,0 +1,175 @@
+"""One simulation from a scenario to its summary and run directory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from serving.errors import InputError
+from serving.metrics import FleetTotals, Metrics
+from serving.records import RunWriter
+from serving.scenario import Scenario
+from serving.scenario.workload import Trace
+from sim.bottleneck import Fleet, fleet_of
+from sim.clients import start_clients
+from sim.cluster import Cluster
+from sim.fleet import Parts, build_cluster, new_metrics, resolve
+from sim.recording import Recording
+from sim.saturation import saturated_rps
+
+Progress = Callable[[int, int | None], None]
+_PROGRESS_EVERY = 1024  # arrivals
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """``summary`` is the contents of summary.json; ``partial`` marks a run that was interrupted."""
+
+    summary: dict[str, Any]
+    fleet: Fleet
+    partial: bool
+    skipped: dict[str, int] = field(default_factory=dict)  # trace rows left out, by reason
+
+
+def simulate(
+    scenario: Scenario,
+    *,
+    trace: Path | None = None,
+    out: Path | None = None,
+    records: bool = True,
+    plans: bool = False,
+    stepwise: bool = False,
+    audit: float = 0.0,
+    progress: Progress | None = None,
+) -> RunResult:
+    """Run ``scenario`` to its end and return what its users saw; with ``out``, also write the run directory.
+
+    ``trace`` replaces the workload's arrivals and lengths by a recorded file. ``records`` keeps tables of requests and steps (only
+    with ``out``); ``plans`` adds every decision. ``stepwise`` takes one event per step and changes no result. ``audit`` is the
+    fraction of skipped steps that are planned again to check the batching policy's promises. Ctrl-C ends the run early: the
+    result is then ``partial`` and its directory marked so. Raises InputError for whatever is wrong with the scenario, before
+    anything is written.
+    """
+    if trace is not None:
+        scenario = _with_trace(scenario, trace)
+    parts = resolve(scenario)
+    records = records and out is not None
+    metrics = new_metrics(scenario, keep_rows=records)
+    skipped: dict[str, int] = {}
+    with _writer(out, records, plans) as writer:
+        recording = Recording(writer.steps, writer.plans) if writer is not None and (records or plans) else None
+        cluster = build_cluster(parts, metrics, stepwise=stepwise, audit=audit, recording=recording)
+        saturation = _Saturation(parts)
+        start_clients(
+            cluster, scenario.workload, seed=scenario.seed, block_tokens=scenario.kv_cache.block_tokens, max_model_len=parts.max_model_len,
+            prefix_caching=scenario.kv_cache.prefix_caching, saturation_rps=saturation, slo=scenario.slo, skipped=skipped,
+        )  # fmt: skip
+        partial = not _run_to_end(cluster, scenario, progress)
+        summary = metrics.summary(
+            scenario=scenario.name, seed=scenario.seed, totals=_totals(cluster, parts), load_factor=_load_factor(cluster, scenario, saturation)
+        )
+        if writer is not None:
+            writer.publish(
+                scenario=scenario.resolved(), seed=scenario.seed, device=f"simulated {parts.gpu.name}", summary=summary,
+                requests=metrics.columns() if records else None, class_names=metrics.class_names, partial=partial,
+            )  # fmt: skip
+    fleet = fleet_of(scenario, parts.llm, parts.gpu, kv_tokens=parts.capacity.usable_blocks * scenario.kv_cache.block_tokens)
+    return RunResult(summary, fleet, partial, skipped)
+
+
+def _with_trace(scenario: Scenario, trace: Path) -> Scenario:
+    if not trace.is_file():
+        raise InputError(str(trace), "is a folder, not a trace" if trace.is_dir() else "no such file")
+    path = str(trace.resolve())
+    old = scenario.workload.trace
+    replaced = Trace(file=path) if old is None else old.model_copy(update={"file": path, "format": None})
+    return scenario.model_copy(update={"workload": scenario.workload.model_copy(update={"trace": replaced})})
+
+
+@contextlib.contextmanager
+def _writer(out: Path | None, records: bool, plans: bool) -> Iterator[RunWriter | None]:
+    if out is None:
+        yield None
+        return
+    with RunWriter(out, steps=records, plans=plans) as writer:
+        yield writer
+
+
+class _Saturation:
+    """The saturated rate, measured at most once and only if somebody asks."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._measured: list[float | None] = []
+
+    def __call__(self) -> float:
+        """Requests per second of the whole fleet; InputError when the workload is too small to tell."""
+        rate = self.rate()
+        if rate is None:
+            raise InputError("workload", "has too few requests to measure what saturates it", "give rate_rps instead of load_factor")
+        return rate
+
+    def rate(self) -> float | None:
+        """The same, or None."""
+        if not self._measured:
+            self._measured.append(saturated_rps(self._parts))
+        return self._measured[0]
+
+
+def _run_to_end(cluster: Cluster, scenario: Scenario, progress: Progress | None) -> bool:
+    """Run until nothing is left to do; False when interrupted."""
+    expected = scenario.workload.requests
+    try:
+        if progress is None:
+            cluster.env.run()
+        else:
+            _run_with_progress(cluster, expected, progress)
+        cluster.drain()
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _run_with_progress(cluster: Cluster, expected: int | None, progress: Progress) -> None:
+    """As ``env.run``, telling every so many events how far it is."""
+    step, queue = cluster.env.step, cluster.env._queue
+    while queue:
+        for _ in range(_PROGRESS_EVERY):
+            step()
+            if not queue:
+                break
+        progress(cluster.arrived, expected)
+
+
+def _totals(cluster: Cluster, parts: Parts) -> FleetTotals:
+    replicas = cluster.replicas
+    end_s = cluster.end_s
+    return FleetTotals(
+        duration_s=end_s,
+        replicas=len(replicas),
+        gpus=len(replicas) * parts.scenario.cluster.tensor_parallel,
+        gpu_usd_per_h=parts.gpu.price_usd_per_h,
+        busy_s=sum(replica.busy_until(end_s) for replica in replicas),
+        steps=sum(replica.scheduler.steps for replica in replicas),
+        events=cluster.arrived + sum(replica.runs for replica in replicas),
+        kv_blocks=len(replicas) * parts.capacity.usable_blocks,
+        kv_block_seconds=sum(replica.kv_block_seconds for replica in replicas),
+        kv_max_fraction=max(replica.kv_max_blocks for replica in replicas) / parts.capacity.usable_blocks,
+        preemptions=sum(replica.scheduler.preemptions for replica in replicas),
+        prompt_tokens=sum(replica.prompt_tokens for replica in replicas),
+        cached_tokens=sum(replica.cached_tokens for replica in replicas),
+        in_flight=sum(replica.scheduler.waiting_count + replica.scheduler.running.count for replica in replicas),
+    )
+
+
+def _load_factor(cluster: Cluster, scenario: Scenario, saturation: _Saturation) -> float | None:
+    """Offered over saturated throughput; None where arrivals wait for answers."""
+    from serving.workload import follows_answers
+
+    if cluster.arrivals_end_s <= 0 or follows_answers(scenario.workload):
+        return None
+    saturated = saturation.rate()
+    return None if not saturated else cluster.arrived / cluster.arrivals_end_s / saturated
