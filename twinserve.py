@@ -14,7 +14,7 @@ from serving.errors import InputError
 # command -> (the module whose ``register(app)`` adds it, its line in the overview)
 COMMANDS = {
     "run": ("sim.cli", "Simulate a scenario and print what its users saw."),
-    "memory": ("hwmodels.cli", "How much KV cache a language model leaves on a GPU."),
+    "memory": ("hwmodels.cli", "How much KV cache a language model leaves on a GPU, and what limits it."),
     "list": ("sim.cli", "Names that a scenario may use."),
     "schema": ("sim.cli", "JSON Schema of a scenario, for editors."),
 }
@@ -51,10 +51,18 @@ def main(arguments: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read us has gone; give the interpreter somewhere to flush to, or it would complain on exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return _reader_has_gone()
+    except SystemExit as stop:  # click's own answer to a broken pipe is 1, which here would mean "the answer is no"
+        if isinstance(stop.__context__, BrokenPipeError):
+            return _reader_has_gone()
+        raise
     return code if isinstance(code, int) else 0
+
+
+def _reader_has_gone() -> int:
+    """Give the interpreter somewhere to flush to, or it would complain on exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
+    return BROKEN_PIPE
 
 
 def _print_version(asked: bool) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _FULL = 0.95  # a pool or a set of slots this full turns work away
 _IDLE = 0.60  # a fleet busy for less than this waits for work, not work for it
+_ROOM = 0.70  # a load factor below this leaves room to spare
 _WAITING = 0.10  # share of the end-to-end time in the queue from which waiting is worth naming
 
 
@@ -108,10 +109,13 @@ def bottleneck(summary: Mapping[str, Any], fleet: Fleet) -> str:
         return f"Bottleneck: queueing for batch slots - {used.running:.0f} of {fleet.max_batch_seqs} sequences a replica run on average; {queue}."
     if fleet.closed_loop and not waiting:
         return f"Bottleneck: the clients - they keep only {used.running:.1f} requests a replica in flight, and hardly any of them waits."
+    both = f"while steps run, about {used.compute:.0%} of peak compute and {used.bandwidth:.0%} of peak memory bandwidth are used"
+    name = "compute" if used.compute > used.bandwidth else "memory bandwidth"
+    load = summary["load_factor"]
+    if load is not None and load < _ROOM and not waiting:
+        return f"Bottleneck: none at this load, {load:.0%} of what the fleet can serve; {name} sets the pace of a token ({both})."
     if busy < _IDLE:
         return f"Bottleneck: none - the GPUs are busy {busy:.0%} of the time and wait for work."
-    both = f"while steps run they reach about {used.compute:.0%} of peak compute and {used.bandwidth:.0%} of peak memory bandwidth"
-    name = "compute" if used.compute > used.bandwidth else "memory bandwidth"
     return f"Bottleneck: {name} - the GPUs are busy {busy:.0%} of the time, and {both}."
 
 
@@ -123,6 +127,6 @@ def load_words(load_factor: float | None) -> str:
         return "OVERLOADED: more arrives than can be served, and the queue grows as long as it lasts"
     if load_factor >= 0.9:
         return "near saturation: a few per cent more load would multiply the waiting"
-    if load_factor >= 0.7:
+    if load_factor >= _ROOM:
         return "well used: bursts queue for a while"
     return "room to spare"

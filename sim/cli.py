@@ -61,9 +61,17 @@ def run(
 
 
 def list_names(kind: Annotated[str, typer.Argument(help="What to list: " + ", ".join(LISTS) + ".")]) -> None:
-    """Names that a scenario may use. One a line; a policy with its kind before it."""
+    """Names that a scenario may use. With their facts on a terminal, one a line elsewhere; a policy with its kind before it."""
     if kind not in LISTS:
         raise InputError("list", f"there is no list of '{kind}'", nearest(kind, LISTS))
+    from hwmodels.cli import tables
+
+    if kind in tables() and sys.stdout.isatty():
+        from sim.tables import print_facts
+
+        header, rows = tables()[kind]
+        print_facts(header, rows(), sys.stdout)
+        return
     for name in _names(kind):
         print(name)
 

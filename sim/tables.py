@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from sim.bottleneck import Fleet, bottleneck, load_words
@@ -51,6 +51,20 @@ def print_run(summary: Mapping[str, Any], fleet: Fleet, slo: Slo, file: IO[str],
     console.print(bottleneck(summary, fleet), highlight=False)
 
 
+def print_facts(header: Sequence[str], rows: Iterable[Sequence[str]], file: IO[str]) -> None:
+    """Print a table of catalogue facts: the name first, the rest to the right."""
+    from rich.markup import escape
+
+    console = console_for(file)
+    table = _table(not console.is_terminal)
+    lines = list(rows)
+    for title, cells in zip(header, zip(*lines)):
+        table.add_column(escape(title), justify="left" if any(cell[-1:].isalpha() or " " in cell for cell in cells) else "right")
+    for line in lines:
+        table.add_row(*map(escape, line))
+    console.print(table)
+
+
 def console_for(file: IO[str], width: int | None = None) -> Console:
     """Return a console for ``file``: 80 columns without colour where it is no terminal, whatever the environment says."""
     from rich.console import Console
@@ -77,7 +91,7 @@ def _latency_table(summary: Mapping[str, Any], plain: bool) -> Table:
         if values["mean"] is None:
             table.add_row(label, *["-"] * len(_STATISTICS))
             continue
-        seconds = values["p99"] >= 10
+        seconds = values["p99"] >= 2
         unit, scale = ("s", 1.0) if seconds else ("ms", 1e3)
         table.add_row(f"{label} [dim]({unit})[/dim]", *(_number(values[name] * scale) for name in _STATISTICS))
     return table

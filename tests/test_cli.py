@@ -81,7 +81,7 @@ def test_wrong_input_is_exit_2_and_one_clear_message(capsys, arguments, message)
 @pytest.mark.parametrize("kind", ["gpus", "llms", "topologies", "policies", "scenarios", "latency-models"])
 def test_lists(capsys, kind):
     code, out, _ = call(capsys, "list", kind)
-    assert code == 0 and out.splitlines() == sorted(out.splitlines()) and out
+    assert code == 0 and out.splitlines() == sorted(out.splitlines())
 
 
 def test_the_schema_is_json(capsys):
@@ -90,9 +90,9 @@ def test_the_schema_is_json(capsys):
 
 
 def test_a_reader_that_goes_away_is_no_error():
-    command = f"{sys.executable} {ROOT / 'twinserve.py'} schema | head -1; exit ${{PIPESTATUS[0]}}"
+    command = f"'{sys.executable}' '{ROOT / 'twinserve.py'}' schema | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
-    assert done.stderr == "" and done.returncode in (0, twinserve.BROKEN_PIPE)
+    assert done.stderr == "" and done.returncode == twinserve.BROKEN_PIPE
 
 
 def test_a_run_prints_its_table_and_leaves_its_directory(capsys, tiny, tmp_path):
@@ -109,5 +109,5 @@ def test_equal_input_prints_equal_bytes(capsys, tiny):
 
 
 def test_a_run_that_cannot_start_leaves_nothing(capsys, tiny, tmp_path):
-    code, _, err = call(capsys, "run", tiny, "--set", "cluster.gpu=h10", "--out", str(tmp_path / "run"))
-    assert code == 2 and "h100" in err and not (tmp_path / "run").exists()
+    code, _, err = call(capsys, "run", tiny, "--set", "cluster.gpu=h100-smx", "--out", str(tmp_path / "run"))
+    assert code == 2 and "did you mean 'h100-sxm'?" in err and not (tmp_path / "run").exists()

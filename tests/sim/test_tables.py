@@ -82,6 +82,8 @@ def test_long_waits_are_told_in_seconds():
         ({"queue_s": latencies(2.0)}, replace(FLEET, max_batch_seqs=20), "queueing"),
         ({}, replace(FLEET, closed_loop=True), "the clients"),
         ({"gpu_busy_fraction": 0.2}, FLEET, "none"),
+        ({"load_factor": 0.2}, FLEET, "none at this load, 20% of what the fleet can serve; memory bandwidth"),
+        ({"load_factor": 0.2, "queue_s": latencies(2.0)}, FLEET, "memory bandwidth"),
     ],
 )
 def test_the_bottleneck_is_named_from_the_numbers(changes, fleet, name):
