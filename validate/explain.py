@@ -14,7 +14,7 @@ tokens) and when a preempted request was out (the steps of its decode phase that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -79,6 +79,9 @@ class _Curves(NamedTuple):
         return np.interp(end_s, self.times_s, curve) - np.interp(start_s, self.times_s, curve)
 
 
+Timelines = dict[int, _Curves]  # by replica
+
+
 def eager_steps(steps: Columns) -> np.ndarray:
     """Mask of the decode-only steps that ran outside captured graphs (``graph`` 0) although other steps of the run used one."""
     eager = (steps["graph"] == 0) & (steps["prefill_tokens"] == 0)
@@ -107,7 +110,7 @@ def fit_step_parts(steps: Columns) -> np.ndarray:
 
     features, duration = _features(steps), np.maximum(steps["duration_s"].astype(float), 1e-12)
     stride = max(1, len(duration) // _FIT_ROWS)
-    sample = np.flatnonzero((np.arange(len(duration)) % stride == 0) | (features[:, 5] > 0))[: 4 * _FIT_ROWS]
+    sample = np.flatnonzero((np.arange(len(duration)) % stride == 0) | (features[:, 5] > 0))[: 2 * _FIT_ROWS]
     scale = np.maximum(features[sample].max(axis=0), 1e-12)
     weighted = features[sample] / scale / duration[sample, None]  # relative errors: short steps count as much as long ones
     kept = np.ones(len(sample), bool)
@@ -189,38 +192,56 @@ def _split_decode(parts: np.ndarray, curves: _Curves, rows: Columns, preempted_s
     _put(parts, "decode", present * (whole - prefill - graph - clock - gap - cold))
 
 
-def attribute(run: RunData, metric: str = "e2e_s", *, preempted_s: Mapping[int, float] | None = None) -> Attribution:
+def timelines(run: RunData) -> Timelines:
+    """Lay out the steps of every replica along time: what `attribute` reads, made once for all metrics.
+
+    Raises InputError when the run kept no records.
+    """
+    if not run.requests or not run.steps or not len(run.steps["step"]):
+        raise InputError(str(run.path), "has no records to explain", "run it without --no-records")
+    parts = fit_step_parts(run.steps)
+    order = np.argsort(run.steps["replica"], kind="stable")
+    replicas, starts = np.unique(run.steps["replica"][order], return_index=True)
+    return {int(replica): _curves(run.steps, parts, rows) for replica, rows in zip(replicas, np.split(order, starts[1:]))}
+
+
+def attribute(
+    run: RunData, metric: str = "e2e_s", *, curves: Timelines | None = None, preempted_s: Mapping[int, float] | None = None
+) -> Attribution:
     """Split ``metric`` of every completed request by cause; parts add up to the whole.
 
     ``ttft_s`` covers arrival to first token, ``e2e_s`` arrival to finish, ``tpot_s`` first token to finish per token (requests of
     two output tokens or more): it alone does not call a long answer slow.
-    ``preempted_s`` gives seconds per request id between being preempted and being back (from plans); it is estimated when None.
-    Raises InputError when the run kept no records or completed nothing.
+    ``curves`` are the run's `timelines`; ``preempted_s`` gives seconds per request id between being preempted and being back
+    (from plans), estimated when None. Raises InputError when the run kept no records or completed nothing.
     """
     if metric not in METRICS:
         raise InputError("metric", f"'{metric}' cannot be explained", nearest(metric, METRICS))
-    if not run.requests or not run.steps or not len(run.steps["step"]):
-        raise InputError(str(run.path), "has no records to explain", "run it without --no-records")
+    curves = timelines(run) if curves is None else curves
     done = run.completed & np.isfinite(run.latency_s(metric)) & np.isfinite(run.requests["scheduled_s"])
     rows = {name: column[done] for name, column in run.requests.items()}
     if not len(rows["request_id"]):
         raise InputError(str(run.path), "completed no request: there is nothing to explain")
     out_s = None if preempted_s is None else np.array([preempted_s.get(int(i), 0.0) for i in rows["request_id"]])
-    parts, step_parts = np.zeros((len(rows["request_id"]), len(CAUSES))), fit_step_parts(run.steps)
+    parts = np.zeros((len(rows["request_id"]), len(CAUSES)))
     for replica in np.unique(rows["replica"]):
-        mine, stepped = np.flatnonzero(rows["replica"] == replica), np.flatnonzero(run.steps["replica"] == replica)
-        if not len(stepped):
+        mine = np.flatnonzero(rows["replica"] == replica)
+        if int(replica) not in curves:
             raise InputError(str(run.path), f"replica {replica} served requests but recorded no step")
-        curves, local = _curves(run.steps, step_parts, stepped), {name: column[mine] for name, column in rows.items()}
-        split = np.zeros((len(mine), len(CAUSES)))
-        if metric != "tpot_s":
-            _split_queue(split, curves, local["arrival_s"], local["scheduled_s"])
-            own_tokens = np.maximum(local["prompt_tokens"] - local["cached_tokens"], 1)
-            _split_prefill(split, curves, local["scheduled_s"], local["first_token_s"], own_tokens)
-        if metric != "ttft_s":
-            _split_decode(split, curves, local, None if out_s is None else out_s[mine])
-        parts[mine] = split / np.maximum(local["output_tokens"] - 1, 1)[:, None] if metric == "tpot_s" else split
+        local = {name: column[mine] for name, column in rows.items()}
+        parts[mine] = _split(metric, curves[int(replica)], local, None if out_s is None else out_s[mine])
     return Attribution(rows["request_id"], run.latency_s(metric)[done], parts)
+
+
+def _split(metric: str, curves: _Curves, rows: Columns, preempted_s: np.ndarray | None) -> np.ndarray:
+    parts = np.zeros((len(rows["request_id"]), len(CAUSES)))
+    if metric != "tpot_s":
+        _split_queue(parts, curves, rows["arrival_s"], rows["scheduled_s"])
+        own_tokens = np.maximum(rows["prompt_tokens"] - rows["cached_tokens"], 1)
+        _split_prefill(parts, curves, rows["scheduled_s"], rows["first_token_s"], own_tokens)
+    if metric != "ttft_s":
+        _split_decode(parts, curves, rows, preempted_s)
+    return parts / np.maximum(rows["output_tokens"] - 1, 1)[:, None] if metric == "tpot_s" else parts
 
 
 def rank(attribution: Attribution, quantile: float = 0.99) -> list[Cause]:
@@ -267,13 +288,18 @@ def preempted_seconds(plans: list[Mapping]) -> dict[int, float]:
     return total
 
 
-def explain(run: RunData, metric: str = "e2e_s", quantile: float = 0.99) -> list[Cause]:
-    """Ranked causes of the slowest requests of a run: `rank` of `attribute`, with exact preemption times where plans were kept."""
+def explain_all(run: RunData, metrics: Sequence[str] = METRICS, quantile: float = 0.99) -> dict[str, list[Cause]]:
+    """Ranked causes of the slowest requests by each metric, with exact preemption times where plans were kept."""
+    curves, preempted_s = timelines(run), None
     plans = run.path / "plans.parquet"
-    preempted_s = None
-    if plans.is_file() and run.requests and (run.requests["preemptions"] > 0).any():
+    if plans.is_file() and (run.requests["preemptions"] > 0).any():
         import pyarrow.parquet as pq
 
         columns = ["schedule_s", "commit_s", "chunks", "preempted"]
         preempted_s = preempted_seconds(pq.read_table(plans, columns=columns).to_pylist())
-    return rank(attribute(run, metric, preempted_s=preempted_s), quantile)
+    return {metric: rank(attribute(run, metric, curves=curves, preempted_s=preempted_s), quantile) for metric in metrics}
+
+
+def explain(run: RunData, metric: str = "e2e_s", quantile: float = 0.99) -> list[Cause]:
+    """Ranked causes of the requests at or beyond a quantile of one metric: `rank` of `attribute`."""
+    return explain_all(run, (metric,), quantile)[metric]

@@ -85,7 +85,7 @@ def _summary(name: str, columns: dict, duration_s: float, slo: tuple[float, floa
         "prompt_tokens_per_s": float(columns["prompt_tokens"].sum() / duration_s),
         "output_tokens_per_s": float(columns["output_tokens"].sum() / duration_s),
         "requests_per_s": len(arrival) / duration_s, "goodput_rps": float(met.sum() / duration_s),
-        "slo_attainment": {"overall": float(met.mean()), **{n: float(met[columns["class"] == n].mean()) for n in names}},
+        "slo_attainment": {"overall": float(met.mean()), "by_class": {n: float(met[columns["class"] == n].mean()) for n in names}},
         "preemptions": 0, "prefix_cache_hit_rate": 0.0, "kv_utilisation": {"mean": float(kv.mean()), "max": float(kv.max())},
         "gpu_busy_fraction": busy_s / duration_s / replicas, "load_factor": 0.71, "steps": len(kv), "events": len(kv),
         "cost_usd": 0.4, "usd_per_million_output_tokens": 0.9,

@@ -1,0 +1,84 @@
+"""The commands `report` and `prove`. Heavy imports happen inside them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from serving.errors import InputError, nearest
+
+
+def register(app: typer.Typer) -> None:
+    """Add this room's commands to the app."""
+    app.command("report")(report)
+
+
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Run directories (two: real against simulated), or one sweep or plan.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write the report here: one file, no network needed.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Print why the slowest requests were slow.")] = False,
+    metric: Annotated[str, typer.Option(metavar="NAME", help="What --explain splits: all, ttft_s, tpot_s or e2e_s.")] = "all",
+    quantile: Annotated[float, typer.Option(metavar="Q", help="--explain takes the requests at or beyond this quantile.")] = 0.99,
+    trace_out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Perfetto/Chrome timeline of the run (.gz compresses).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --explain: print the rows as JSON.")] = False,
+) -> None:
+    """Turn runs into a page people look at, an explanation of their slowest requests, or a timeline for Perfetto."""
+    if out is None and not explain and trace_out is None:
+        raise InputError("report", "has nothing to make", "give --out FILE.html, --explain or --trace-out FILE")
+    if out is not None:
+        from validate.report.build import build
+        from validate.report.page import write
+
+        started = time.perf_counter()
+        size = write(build(folders), out)
+        print(f"{out}: {size / 1e6:.1f} MB in {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    if trace_out is not None:
+        from sim.trace_out import write_run_trace
+
+        print(f"{trace_out}: {write_run_trace(_only(folders, '--trace-out'), trace_out):,} events", file=sys.stderr)
+    if explain:
+        _explain(_only(folders, "--explain"), metric, quantile, as_json)
+
+
+def _only(folders: list[Path], flag: str) -> Path:
+    if len(folders) != 1:
+        raise InputError(flag, f"takes one run directory, not {len(folders)}")
+    return folders[0]
+
+
+def _explain(folder: Path, metric: str, quantile: float, as_json: bool) -> None:
+    from sim.tables import console_for
+    from validate.explain import METRICS, explain_all
+    from validate.report.headline import cause_table
+    from validate.run_data import read_run
+
+    if metric not in ("all", *METRICS):
+        raise InputError("--metric", f"'{metric}' cannot be explained", nearest(metric, ("all", *METRICS)))
+    if not 0 < quantile < 1:
+        raise InputError("--quantile", f"{quantile:g} is not between 0 and 1")
+    causes = explain_all(read_run(folder), METRICS if metric == "all" else (metric,), quantile)
+    if as_json:
+        rows = {name: [cause._asdict() for cause in ranked] for name, ranked in causes.items()}
+        sys.stdout.write(json.dumps({"quantile": quantile, "metrics": rows}, indent=2) + "\n")
+        return
+    console = console_for(sys.stdout)
+    for name, ranked in causes.items():
+        console.print(_terminal_table(cause_table(name, ranked), plain=not console.is_terminal))
+        console.print()
+
+
+def _terminal_table(table, plain: bool):
+    from rich import box
+    from rich.table import Table
+
+    shown = Table(title=table.title, title_justify="left", box=None if plain else box.SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(table.columns):
+        shown.add_column(name, justify="left" if index < table.words else "right")
+    for row in table.rows:
+        shown.add_row(*row)
+    return shown
