@@ -47,7 +47,8 @@ def run(
     from sim.run import simulate  # last: a mistake above is told without waiting for it
 
     spare_the_collector()
-    with ProgressBar() as progress:
+    with ProgressBar() as bar:
+        progress = bar if sys.stderr.isatty() else None
         result = simulate(loaded, trace=trace, out=out, records=not no_records, stepwise=stepwise, audit=audit, progress=progress)
     if as_json:
         sys.stdout.write(summary_json(result.summary))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -18,11 +17,10 @@ class ProgressBar:
     def __init__(self) -> None:
         self._started_s = time.monotonic()
         self._bar: Progress | None = None
-        self._shown = sys.stderr.isatty()
 
     def __call__(self, finished: int, expected: int | None) -> None:
-        """Show how far the run is; nothing at first, and nothing ever where stderr is no terminal."""
-        if not self._shown or (self._bar is None and time.monotonic() - self._started_s < _PATIENCE_S):
+        """Show how far the run is, once it has taken a while."""
+        if self._bar is None and time.monotonic() - self._started_s < _PATIENCE_S:
             return
         if self._bar is None:
             self._bar = _bar()

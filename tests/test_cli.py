@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import twinserve
+from serving.records import open_run
 
 ROOT = Path(__file__).resolve().parent.parent
 HELP_CPU_S = 0.5
@@ -111,3 +114,20 @@ def test_equal_input_prints_equal_bytes(capsys, tiny):
 def test_a_run_that_cannot_start_leaves_nothing(capsys, tiny, tmp_path):
     code, _, err = call(capsys, "run", tiny, "--set", "cluster.gpu=h100-smx", "--out", str(tmp_path / "run"))
     assert code == 2 and "did you mean 'h100-sxm'?" in err and not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_leaves_a_readable_partial_run(tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, str(ROOT / "twinserve.py"), "run", "chat-8b", "--set", "workload.requests=10000000", "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline_s = time.monotonic() + 60
+        while not list(tmp_path.glob(".run.*/steps.parquet")) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        time.sleep(1.0)  # into the run
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == twinserve.INTERRUPTED
+    assert "marked partial" in stderr and "requests completed" in stdout
+    run = open_run(out)
+    assert run.partial and 0 < run.summary["requests"]["completed"] < 10_000_000
+    assert len(run.requests) == run.summary["requests"]["completed"] and [path.name for path in tmp_path.iterdir()] == ["run"]
