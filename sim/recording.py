@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from serving.plan import BatchPlan
 from serving.records import TableLog
 from serving.sequence import Sequence
 
 
 class Recording:
-    """Writes ``steps.parquet`` and, when asked, ``plans.parquet`` rows; either log may be None."""
+    """Writes ``steps.parquet`` and, when asked, ``plans.parquet`` rows; either log may be None.
 
-    def __init__(self, steps: TableLog | None, plans: TableLog | None) -> None:
+    ``path`` is the latency model's, if it has one: (executed size, ``graph`` or ``eager``) of a step.
+    """
+
+    def __init__(self, steps: TableLog | None, plans: TableLog | None, path: Callable[[BatchPlan], tuple[int, str]] | None = None) -> None:
+        self._path = path
         self._steps = steps
         self._plans = plans
         self._arrived: dict[int, tuple[list[int], list[int]]] = {}  # by replica: submitted and aborted since its latest plan
@@ -39,10 +45,11 @@ class Recording:
     def step(self, replica: int, plan: BatchPlan, start_s: float, end_s: float, used: int, finished: list[tuple[Sequence, str]]) -> None:
         """Append a committed plan, which may stand for several decode-only steps."""
         if self._steps is not None:
+            size, kind = self._path(plan) if self._path is not None else (0, "eager")
             self._steps.append(
                 (
                     plan.step, replica, start_s, end_s - start_s, sum(new for new, _ in plan.chunks), len(plan.chunks), plan.decodes,
-                    plan.decode_context_tokens, used, 0, len(plan.preempted), plan.steps,
+                    plan.decode_context_tokens, used, size if kind == "graph" else 0, len(plan.preempted), plan.steps,
                 )
             )  # fmt: skip
             self._steps.flush_if_full()

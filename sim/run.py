@@ -60,7 +60,7 @@ def simulate(
     metrics = new_metrics(scenario, keep_rows=records)
     skipped: dict[str, int] = {}
     with _writer(out, records, plans) as writer:
-        recording = Recording(writer.steps, writer.plans) if writer is not None and (records or plans) else None
+        recording = Recording(writer.steps, writer.plans, getattr(parts.latency, "path", None)) if writer is not None and (records or plans) else None
         cluster = build_cluster(parts, metrics, stepwise=stepwise, audit=audit, recording=recording)
         saturation = _Saturation(parts)
         start_clients(
