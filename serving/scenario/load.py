@@ -23,20 +23,18 @@ def names() -> list[str]:
     return sorted(path.stem for path in PACKAGED.glob("*.yaml"))
 
 
-def load(path_or_name: str | Path, overrides: Sequence[str] = (), seed: int | None = None, trace: str | None = None) -> Scenario:
+def load(path_or_name: str | Path, overrides: Sequence[str] = (), seed: int | None = None) -> Scenario:
     """Read a scenario: a path to a YAML file, or the name of a packaged one.
 
-    ``overrides`` are ``path.to.key=value`` texts, applied in order; ``seed`` and the trace file ``trace`` replace the
-    scenario's. Raises InputError, which names the dotted path with its file and line.
+    ``overrides`` are ``path.to.key=value`` texts, applied in order; ``seed`` replaces the file's. Raises InputError,
+    which names the dotted path with its file and line.
     """
     path = _find(str(path_or_name))
     shown = _shown(path)
     document = parse(read_text(path), shown)
     if not isinstance(document.value, dict):
         raise InputError(shown, "a scenario must be a mapping of keys", "see `twinserve schema`")
-    return from_mapping(
-        document.value, overrides, seed=seed, trace=trace, shown=shown, lines=document.lines, folder=path.parent, name=path.stem
-    )
+    return from_mapping(document.value, overrides, seed=seed, shown=shown, lines=document.lines, folder=path.parent, name=path.stem)
 
 
 def from_mapping(
@@ -44,7 +42,6 @@ def from_mapping(
     overrides: Sequence[str] = (),
     *,
     seed: int | None = None,
-    trace: str | None = None,
     shown: str = "",
     lines: dict[tuple, int] | None = None,
     folder: Path | None = None,
@@ -58,8 +55,6 @@ def from_mapping(
     set_paths = [apply(raw, override) for override in overrides]
     if seed is not None:
         raw["seed"] = seed
-    if trace is not None:
-        _set_trace(raw, trace)
     if name is not None:
         raw.setdefault("name", name)
 
@@ -76,16 +71,6 @@ def from_mapping(
         return Scenario.model_validate(raw, context=context)
     except ValidationError as error:
         raise to_input_error(error, raw, where) from None
-
-
-def _set_trace(raw: dict[str, Any], file: str) -> None:
-    """Replay ``file``, with the slicing and scaling that the scenario gives for its own trace, if it has one."""
-    if not Path(file).is_file():
-        raise InputError(file[:200], "no such trace file")
-    workload = raw.setdefault("workload", {})
-    if isinstance(workload, dict):
-        own = workload.get("trace")
-        workload["trace"] = {**(own if isinstance(own, dict) else {}), "file": os.path.abspath(file)}
 
 
 def read_text(path: Path) -> str:
