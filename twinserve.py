@@ -16,6 +16,8 @@ COMMANDS = {
     "run": ("sim.cli", "Simulate a scenario and print what its users saw."),
     "memory": ("hwmodels.cli", "How much KV cache a language model leaves on a GPU, and what limits it."),
     "list": ("sim.cli", "Names that a scenario may use."),
+    "report": ("validate.report.cli", "Turn runs into a page, an explanation or a timeline."),
+    "prove": ("validate.report.cli", "Prove or refute the constraints that a deployment declares."),
     "schema": ("sim.cli", "JSON Schema of a scenario, for editors."),
 }
 WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
