@@ -138,8 +138,8 @@ def cause_table(metric: str, causes: Sequence[Cause]) -> Table:
         for row in causes
         if abs(row.share) >= 0.0005
     ]  # fmt: skip
-    columns = ["cause", "typical ms", "slowest ms", "excess ms", "share", "main cause of", "worst request"]
-    return Table(f"{NAMES[metric]}: what the slowest lost their time to", columns, rows)
+    columns = ["cause", "typical", "slowest", "excess", "share", "requests", "worst id"]
+    return Table(f"{NAMES[metric]}, ms: what the slowest requests lost their time to", columns, rows)
 
 
 def difference_table(base: RunData, other: RunData) -> Table:
