@@ -7,9 +7,9 @@ from torch import Tensor
 
 from engine.attention import AttentionGeometry
 from engine.attention.batch import AttentionBatch
-from engine.kernels.decode_attention import DecodeTuning, DecodeWorkspace, decode_attention
+from engine.kernels.decode_attention import DecodeTuning, DecodeWorkspace, decode_attention, decode_tuning
 from engine.kernels.pointwise import kv_write
-from engine.kernels.prefill_attention import PrefillTuning, prefill_attention
+from engine.kernels.prefill_attention import PrefillTuning, prefill_attention, prefill_tuning
 
 #: Multiprocessors assumed where there is no device to ask: few, so that the interpreter runs few programs.
 INTERPRETER_MULTIPROCESSORS = 2
@@ -22,12 +22,13 @@ class TritonAttention:
 
     def __init__(self, geometry: AttentionGeometry, decode: DecodeTuning | None = None, prefill: PrefillTuning | None = None) -> None:
         device = geometry.device
-        count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETER_MULTIPROCESSORS
+        properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+        count, major = (properties.multi_processor_count, properties.major) if properties else (INTERPRETER_MULTIPROCESSORS, 9)
         self._scale = geometry.scale
         self._slopes = geometry.slopes
-        self._prefill = prefill or PrefillTuning()
+        self._prefill = prefill or prefill_tuning(major)
         self._workspace = DecodeWorkspace(
-            geometry.max_decodes, geometry.heads, geometry.kv_heads, geometry.head_dim, count, device, decode or DecodeTuning()
+            geometry.max_decodes, geometry.heads, geometry.kv_heads, geometry.head_dim, count, device, decode or decode_tuning(major)
         )
 
     def begin(self, batch: AttentionBatch) -> None:

@@ -20,10 +20,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels.decode_attention import DecodeTuning, decode_kernel, reduce_kernel
+from engine.kernels.decode_attention import decode_kernel, decode_tuning, reduce_kernel
 from engine.kernels.interpreting import INTERPRETING
 from engine.kernels.pointwise import kv_write_kernel, rmsnorm_kernel, rope_kernel, silu_mul_kernel
-from engine.kernels.prefill_attention import PrefillTuning, prefill_kernel
+from engine.kernels.prefill_attention import prefill_kernel, prefill_tuning
 
 ARCHITECTURES = (80, 90)
 
@@ -40,7 +40,10 @@ class Specimen(NamedTuple):
 
 
 class Resources(NamedTuple):
-    """What one compiled kernel uses: registers a thread, shared memory bytes, spilled bytes (stores + loads), and whether the tensor cores are used."""
+    """What one compiled kernel uses: registers and spilled bytes a thread, shared memory bytes a program, the kind of tensor-core instruction.
+
+    Spills are the stack of the final code: these kernels index no local array, so nothing else can be on it.
+    """
 
     kernel: str
     arch: int
@@ -53,9 +56,9 @@ class Resources(NamedTuple):
     compile_s: float
 
 
-def specimens() -> list[Specimen]:
-    """Return the kernels at an 8B Llama's shapes in bfloat16: 32 query and 8 key/value heads of 128, pages of 16 tokens."""
-    decode, prefill = DecodeTuning(), PrefillTuning()
+def specimens(arch: int) -> list[Specimen]:
+    """Return the kernels as ``sm_<arch>`` would run them at an 8B Llama's shapes in bfloat16: 32 query and 8 key/value heads of 128, pages of 16 tokens."""
+    decode, prefill = decode_tuning(arch // 10), prefill_tuning(arch // 10)
     pages = {"key_cache": "*bf16", "value_cache": "*bf16", "table": "*i32", "rows": "*i32", "context": "*i32"}
     strides = dict.fromkeys(("q_stride", "page_stride", "token_stride", "table_stride", "out_stride"), "i32")
     tail = {"out": "*bf16", "slopes": "*fp32", "scale": "fp32"} | strides
@@ -91,10 +94,10 @@ def specimens() -> list[Specimen]:
     ]  # fmt: skip
 
 
-def ptxas() -> Path | None:
-    """Return the assembler that Triton brings along, or None where its wheel has none."""
-    found = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    return found if found.is_file() else None
+def missing_tool() -> str:
+    """Return the name of a CUDA tool that this Triton's wheel lacks (the assembler, or the reader of its output), or ''."""
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    return next((name for name in ("ptxas", "cuobjdump") if not (folder / name).is_file()), "")
 
 
 def compile_one(specimen: Specimen, arch: int) -> Resources:
@@ -111,32 +114,30 @@ def compile_one(specimen: Specimen, arch: int) -> Resources:
     options = {"num_warps": specimen.warps, "num_stages": specimen.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = compiled.asm["ptx"]
-    registers, spills = _assembler_report(ptx)
+    registers, spills = _used(compiled.asm["cubin"])
     unit = "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else "none"
     return Resources(
         specimen.name, arch, registers, compiled.metadata.shared, spills, unit, specimen.warps, specimen.stages, time.perf_counter() - begin
     )
 
 
-def _assembler_report(ptx: str) -> tuple[int, int]:
-    """Return (registers, spilled bytes) of one kernel's PTX."""
-    target = re.search(r"^\.target (\S+?)(?:,|\s|$)", ptx, re.MULTILINE)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.ptx"
-        file.write_text(ptx)
-        command = [str(ptxas()), "-v", f"--gpu-name={target[1]}", str(file), "-o", str(Path(folder) / "kernel.cubin")]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spills = sum(int(count) for count in re.findall(r"(\d+) bytes spill", text))
-    return int(re.search(r"Used (\d+) registers", text)[1]), spills
+def _used(cubin: bytes) -> tuple[int, int]:
+    """Return (registers, bytes of stack) of the one kernel in the final code."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
 
 
 def report(architectures: Sequence[int] = ARCHITECTURES) -> list[Resources]:
     """Compile every kernel for every architecture. Raises RuntimeError in the interpreter and without an assembler."""
     if INTERPRETING:
         raise RuntimeError("kernels cannot be compiled while TRITON_INTERPRET=1")
-    if ptxas() is None:
-        raise RuntimeError("this Triton has no ptxas")
-    return [compile_one(specimen, arch) for specimen in specimens() for arch in architectures]
+    if missing_tool():
+        raise RuntimeError(f"this Triton has no {missing_tool()}")
+    return [compile_one(specimen, arch) for arch in architectures for specimen in specimens(arch)]
 
 
 def main() -> None:

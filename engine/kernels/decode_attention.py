@@ -32,13 +32,18 @@ class DecodeTuning(NamedTuple):
     block_n: int = 64
     warps: int = 4
     stages: int = 3
-    resident: int = 2  # programs that fit on a multiprocessor: 3 stages of (K, V) tiles of 64 × 128 bf16 are 96 KiB
-    waves: int = 4  # programs per resident slot; more balance uneven contexts, fewer cost less reduction
+    resident: int = 3  # programs that fit a multiprocessor of 228 KiB: two pairs of tiles of 64 x 128 in bfloat16 and the rest are 70 KiB
+    waves: int = 6  # programs per resident slot; more balance uneven contexts, fewer cost less reduction
     split_limit: int = 64
 
 
 #: Candidates for a device run to time; every one must pass the same checks.
 CANDIDATES = tuple(DecodeTuning(block_n=n, warps=w, stages=s) for n in (32, 64, 128) for w in (2, 4, 8) for s in (2, 3, 4))
+
+
+def decode_tuning(major: int) -> DecodeTuning:
+    """Return the start for a device of compute capability ``major``: before 9 a multiprocessor has 164 KiB of shared memory."""
+    return DecodeTuning() if major >= 9 else DecodeTuning(resident=2)
 
 
 @triton.jit
@@ -74,11 +79,14 @@ def decode_kernel(
     best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    key = begin + tl.arange(0, BLOCK_N)
+    page = tl.load(pages + key // BLOCK_TOKENS, mask=key < end, other=0)
     for start in range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         valid = key < end
-        page = tl.load(pages + key // BLOCK_TOKENS, mask=valid, other=0).to(tl.int64)
-        base = page * page_stride + (key % BLOCK_TOKENS) * token_stride + kv_head * DIM
+        base = page.to(tl.int64) * page_stride + (key % BLOCK_TOKENS) * token_stride + kv_head * DIM
+        # The next tile's page ids come one turn early: the pipeline's stages then all go to keys and values.
+        page = tl.load(pages + (key + BLOCK_N) // BLOCK_TOKENS, mask=key + BLOCK_N < end, other=0)
         at = base[:, None] + dim[None, :]
         readable = valid[:, None] & (dim < DIM)[None, :]
         k = tl.load(key_cache + at, mask=readable, other=0.0)

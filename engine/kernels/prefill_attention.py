@@ -28,18 +28,25 @@ class PrefillTuning(NamedTuple):
     stages: int = 3
 
 
+#: Candidates for a device run to time; every one must pass the same checks.
 CANDIDATES = tuple(PrefillTuning(block_m=m, block_n=n, warps=w, stages=s) for m in (64, 128) for n in (32, 64, 128) for w in (4, 8) for s in (2, 3))
+
+
+def prefill_tuning(major: int) -> PrefillTuning:
+    """Return the start for a device of compute capability ``major``: without wgmma a KV tile of 64 does not fit the registers."""
+    return PrefillTuning() if major >= 9 else PrefillTuning(block_n=32)
 
 
 @triton.jit
 def _prefill_tile(
-    acc, total, best, query, slope, query_position, start, end, pages, key_cache, value_cache, scale, page_stride, token_stride, offset, dim,
+    acc, total, best, page, query, slope, query_position, start, end, pages, key_cache, value_cache, scale, page_stride, token_stride, offset, dim,
     DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     key = start + tl.arange(0, BLOCK_N)
     readable = (key < end)[:, None] & (dim < DIM)[None, :]
-    page = tl.load(pages + key // BLOCK_TOKENS, mask=key < end, other=0).to(tl.int64)
-    at = (page * page_stride + (key % BLOCK_TOKENS) * token_stride + offset)[:, None] + dim[None, :]
+    at = (page.to(tl.int64) * page_stride + (key % BLOCK_TOKENS) * token_stride + offset)[:, None] + dim[None, :]
+    # The next tile's page ids come one turn early: the pipeline's stages then all go to keys and values.
+    page = tl.load(pages + (key + BLOCK_N) // BLOCK_TOKENS, mask=key + BLOCK_N < end, other=0)
     k = tl.load(key_cache + at, mask=readable, other=0.0)
     v = tl.load(value_cache + at, mask=readable, other=0.0)
     if UPCAST:
@@ -60,7 +67,7 @@ def _prefill_tile(
     shrink = tl.exp2(best - floor)
     total = total * shrink + tl.sum(weight, 1)
     acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-    return acc, total, peak
+    return acc, total, peak, page
 
 
 @triton.jit
@@ -98,17 +105,21 @@ def prefill_kernel(
     acc = tl.zeros([BLOCK_Q * GROUP_PAD, DIM_PAD], tl.float32)
     # With a window every tile is masked, from the first key that the tile's first token sees; else only those at the diagonal.
     clear = (lowest + 1) // BLOCK_N * BLOCK_N
+    first_key = 0
     if WINDOW > 0:
         clear = tl.maximum(lowest - WINDOW + 1, 0)
-    else:
+        first_key = clear
+    ahead = first_key + tl.arange(0, BLOCK_N)
+    page = tl.load(pages + ahead // BLOCK_TOKENS, mask=ahead < end, other=0)
+    if WINDOW == 0:
         for start in range(0, clear, BLOCK_N):
-            acc, total, best = _prefill_tile(
-                acc, total, best, query, slope, query_position, start, end, pages, key_cache, value_cache, scale, page_stride, token_stride, kv_head * DIM, dim,
+            acc, total, best, page = _prefill_tile(
+                acc, total, best, page, query, slope, query_position, start, end, pages, key_cache, value_cache, scale, page_stride, token_stride, kv_head * DIM, dim,
                 DIM, BLOCK_TOKENS, BLOCK_N, WINDOW, ALIBI, False, UPCAST,
             )  # fmt: skip
     for start in range(clear, end, BLOCK_N):
-        acc, total, best = _prefill_tile(
-            acc, total, best, query, slope, query_position, start, end, pages, key_cache, value_cache, scale, page_stride, token_stride, kv_head * DIM, dim,
+        acc, total, best, page = _prefill_tile(
+            acc, total, best, page, query, slope, query_position, start, end, pages, key_cache, value_cache, scale, page_stride, token_stride, kv_head * DIM, dim,
             DIM, BLOCK_TOKENS, BLOCK_N, WINDOW, ALIBI, True, UPCAST,
         )  # fmt: skip
     # A row beyond the chunk's end may have seen nothing; it is not stored, but 0/0 must not trap.
