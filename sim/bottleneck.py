@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from serving.catalog import Gpu
     from serving.llm import Llm
-    from serving.scenario import Scenario
+    from serving.scenario import Scenario, Slo
 
 _FULL = 0.95  # a pool or a set of slots this full turns work away
 _IDLE = 0.60  # a fleet busy for less than this waits for work, not work for it
 _ROOM = 0.70  # a load factor below this leaves room to spare
+_STALL = 3.0  # gaps between tokens that vary by more than this are stalls behind prompts
 _WAITING = 0.10  # share of the end-to-end time in the queue from which waiting is worth naming
 
 
@@ -92,8 +94,11 @@ def use(summary: Mapping[str, Any], fleet: Fleet) -> Use:
     )
 
 
-def bottleneck(summary: Mapping[str, Any], fleet: Fleet) -> str:
-    """Return one sentence that names what limits this run: clients, KV capacity, batch slots, compute or memory bandwidth."""
+def bottleneck(summary: Mapping[str, Any], fleet: Fleet, slo: Slo) -> str:
+    """Return one sentence that names what limits this run: clients, KV capacity, queueing, compute or memory bandwidth.
+
+    A fleet with room to spare may still miss its objectives ``slo``; then the sentence says for want of what.
+    """
     if not summary["requests"]["completed"]:
         return "Bottleneck: none to name, as no request completed."
     used = use(summary, fleet)
@@ -113,10 +118,26 @@ def bottleneck(summary: Mapping[str, Any], fleet: Fleet) -> str:
     name = "compute" if used.compute > used.bandwidth else "memory bandwidth"
     load = summary["load_factor"]
     if load is not None and load < _ROOM and not waiting:
-        return f"Bottleneck: none at this load, {load:.0%} of what the fleet can serve; {name} sets the pace of a token ({both})."
+        missed = (summary["slo_attainment"]["overall"] or 0.0) < slo.attainment
+        late = _late(summary, slo, f"{load:.0%} of what the fleet can serve") if missed else ""
+        reason = f"{name} sets the pace of a token ({both})"
+        return late or f"Bottleneck: none at this load, {load:.0%} of what the fleet can serve; {reason}."
     if busy < _IDLE:
         return f"Bottleneck: none - the GPUs are busy {busy:.0%} of the time and wait for work."
     return f"Bottleneck: {name} - the GPUs are busy {busy:.0%} of the time, and {both}."
+
+
+def _late(summary: Mapping[str, Any], slo: Slo, load: str) -> str:
+    """Return why objectives are missed although there is room: bursts, or steps that hold prompts; empty when it is neither."""
+    targets = [slo.targets(name) for name in summary["slo_attainment"]["by_class"]]
+    gap, first, queue = summary["itl_s"], summary["ttft_s"], summary["queue_s"]
+    if (first["p99"] or 0.0) > min((target.ttft_s for target in targets), default=math.inf) and queue["p99"] > first["p99"] / 2:
+        return f"Bottleneck: queueing in bursts - on average the load is {load}, but the slowest 1% queue for {queue['p99']:.2g} s or more."
+    stalled = (gap["p99"] or 0.0) > _STALL * (gap["p50"] or 0.0)
+    if (summary["tpot_s"]["p99"] or 0.0) > min((target.tpot_s for target in targets), default=math.inf) and stalled:
+        stalls = f"tokens wait up to {gap['p99'] * 1e3:.0f} ms (p99) for steps that hold prompts; the median is {gap['p50'] * 1e3:.0f} ms"
+        return f"Bottleneck: compute of prompts - the load is {load}, but {stalls}."
+    return ""
 
 
 def load_words(load_factor: float | None) -> str:
@@ -129,4 +150,4 @@ def load_words(load_factor: float | None) -> str:
         return "near saturation: a few per cent more load would multiply the waiting"
     if load_factor >= _ROOM:
         return "well used: bursts queue for a while"
-    return "room to spare"
+    return "room to spare on average"

@@ -29,26 +29,29 @@ def print_run(summary: Mapping[str, Any], fleet: Fleet, slo: Slo, file: IO[str],
 
     Where ``file`` is no terminal the text is plain ASCII, 80 columns wide: the same bytes for the same run.
     """
-    from rich.markup import escape
-
     console = console_for(file, width)
     plain = not console.is_terminal
-    requests = summary["requests"]
-    times = "x" if plain else "\u00d7"
-    gpus = f"{fleet.replicas} {times} {fleet.gpu}" + (f" (tensor parallel {fleet.tensor_parallel})" if fleet.tensor_parallel > 1 else "")
+    has_objectives = any(limit != math.inf for name in summary["slo_attainment"]["by_class"] for limit in slo.targets(name))
+    with console.capture() as printed:
+        _print_heading(console, summary, fleet, "x" if plain else "\u00d7")
+        for table in (_latency_table(summary, plain), _fleet_table(summary, plain), _slo_table(summary, slo, plain) if has_objectives else None):
+            if table is not None:
+                console.print()
+                console.print(table)
+        console.print()
+        console.print(bottleneck(summary, fleet, slo), highlight=False)
+    file.writelines(line.rstrip() + "\n" for line in printed.get().splitlines())
+
+
+def _print_heading(console: Console, summary: Mapping[str, Any], fleet: Fleet, times: str) -> None:
+    from rich.markup import escape
+
+    gpus = f"{fleet.replicas} {times} {fleet.gpu}" + (f" (TP {fleet.tensor_parallel})" if fleet.tensor_parallel > 1 else "")
     console.print(f"[bold]{escape(summary['scenario'])}[/bold]: {escape(fleet.llm)} on {escape(gpus)}, seed {summary['seed']}", highlight=False)
+    requests = summary["requests"]
     failures = ", ".join(f"{requests[name]:,} {name}" for name in ("rejected", "failed", "preempted") if requests[name])
     counts = f"{requests['completed']:,} of {requests['arrived']:,} requests completed in {summary['duration_s']:,.1f} s"
     console.print(counts + (f"; {failures}" if failures else ""), highlight=False)
-    console.print()
-    console.print(_latency_table(summary, plain))
-    console.print()
-    console.print(_fleet_table(summary, plain))
-    if any(limit != math.inf for name in summary["slo_attainment"]["by_class"] for limit in slo.targets(name)):
-        console.print()
-        console.print(_slo_table(summary, slo, plain))
-    console.print()
-    console.print(bottleneck(summary, fleet), highlight=False)
 
 
 def print_facts(header: Sequence[str], rows: Iterable[Sequence[str]], file: IO[str]) -> None:

@@ -57,7 +57,7 @@ def test_help_and_version_come_at_once():
 @pytest.mark.parametrize("command", twinserve.COMMANDS)
 def test_every_command_has_a_help(capsys, command):
     code, out, _ = call(capsys, command, "--help")
-    assert code == 0 and f"twinserve {command}" in out and twinserve.COMMANDS[command][1] in out
+    assert code == 0 and f"Usage: twinserve {command}" in out
 
 
 @pytest.mark.parametrize(

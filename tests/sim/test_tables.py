@@ -17,6 +17,8 @@ FLEET = Fleet(
     gpu_memory_bytes_per_s=3.35e12, kv_tokens=400_000,
 )  # fmt: skip
 
+SLO = Slo.model_validate({"default": {"ttft_ms": 500, "tpot_ms": 50}, "classes": {"p0": {"ttft_ms": 200}}})
+
 
 def latencies(mean: float) -> dict[str, float]:
     return {"mean": mean, "p50": mean * 0.9, "p90": mean * 2, "p95": mean * 3, "p99": mean * 4, "max": mean * 5}
@@ -37,8 +39,7 @@ def summary(**changes) -> dict:
 
 def printed(width=None, **changes) -> str:
     out = io.StringIO()
-    slo = Slo.model_validate({"default": {"ttft_ms": 500, "tpot_ms": 50}, "classes": {"p0": {"ttft_ms": 200}}})
-    print_run(summary(**changes), FLEET, slo, out, width)
+    print_run(summary(**changes), FLEET, SLO, out, width)
     return out.getvalue()
 
 
@@ -87,8 +88,22 @@ def test_long_waits_are_told_in_seconds():
     ],
 )
 def test_the_bottleneck_is_named_from_the_numbers(changes, fleet, name):
-    sentence = bottleneck(summary(**changes), fleet)
+    sentence = bottleneck(summary(**changes), fleet, SLO)
     assert sentence.startswith(f"Bottleneck: {name}") and sentence.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"itl_s": latencies(0.02) | {"p50": 0.02, "p99": 0.2}, "ttft_s": latencies(0.02)}, "compute of prompts"),
+        ({"ttft_s": latencies(0.2), "queue_s": latencies(0.15)}, "queueing in bursts"),
+        ({"ttft_s": latencies(0.02), "itl_s": latencies(0.02) | {"p99": 0.03}}, "none at this load"),
+    ],
+)
+def test_objectives_missed_with_room_to_spare_have_a_reason(changes, name):
+    missed = summary(load_factor=0.4, slo_attainment={"overall": 0.9, "by_class": {"p0": 0.9}}, **changes)
+    assert bottleneck(missed, FLEET, SLO).startswith(f"Bottleneck: {name}")
+    assert bottleneck(missed | {"slo_attainment": {"overall": 1.0, "by_class": {"p0": 1.0}}}, FLEET, SLO).startswith("Bottleneck: none")
 
 
 def test_use_by_hand():
