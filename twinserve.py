@@ -18,6 +18,8 @@ COMMANDS = {
     "list": ("sim.cli", "Names that a scenario may use."),
     "report": ("validate.report.cli", "Turn runs into a page, an explanation or a timeline."),
     "prove": ("validate.report.cli", "Prove or refute the constraints that a deployment declares."),
+    "import": ("validate.cli", "Turn the file of a load generator or an engine into a run directory."),
+    "compare": ("validate.cli", "Error of a simulated run against a real one, per metric and statistic."),
     "schema": ("sim.cli", "JSON Schema of a scenario, for editors."),
 }
 WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
