@@ -110,6 +110,17 @@ def test_the_readmes_policy_loads(tmp_path):
     assert policy.key(short, None) < policy.key(long, None)
 
 
+def test_the_readme_shows_the_table_that_a_run_prints(capsys):
+    shown = re.search(r"^```text\n\$ make run\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[1]
+    assert twinserve.main(["run", "quickstart"]) == 0
+    printed = capsys.readouterr().out
+
+    def labels(text: str) -> list[str]:
+        return [label for label in re.findall(r"^([A-Z][A-Za-z0-9 -]*?)(?: \(m?s\))?  ", text, re.MULTILINE) if label != "Class"]
+
+    assert labels(shown) == labels(printed) and len(labels(shown)) > 10
+
+
 def test_the_paths_in_the_documents_exist():
     for document in ("README.md", "CONTRIBUTING.md", "docs/invariants.md"):
         text = (ROOT / document).read_text(encoding="utf-8")
