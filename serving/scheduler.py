@@ -112,16 +112,22 @@ class Scheduler:
             raise RuntimeError(f"{self.in_flight} plans are in flight already; commit one first")
         self.now_s = now_s
         builder = self._builder
+        earlier = None
         while True:
             plan = builder.begin(now_s)
             self.policies.batching.plan(builder)
             builder.finish()
+            if earlier is not None:
+                plan.preempted, plan.ended = [*earlier.preempted, *plan.preempted], [*earlier.ended, *plan.ended]
+                plan.valid_until_s = -1.0
             if plan.chunks or plan.decodes:
                 self.in_flight += 1
                 self.steps += 1
                 return plan
-            if plan.preempted:
-                continue  # a plan that only preempts has made room: plan again with it
+            made_room = len(plan.preempted) + len(plan.ended)
+            if made_room > (0 if earlier is None else len(earlier.preempted) + len(earlier.ended)):
+                earlier = plan  # it only made room: plan again with it, and answer for both
+                continue
             if self.running.count and not self.in_flight:
                 raise BrokenPolicyError(
                     f"batching policy {type(self.policies.batching).__name__}, step {plan.step}: sequences run but the plan is empty"
