@@ -2,7 +2,7 @@
 
 A policy reads ``tokens_left``, ``seats_left``, ``partials``, ``running``, ``head()`` and calls ``continue_decodes``,
 ``add_chunk``, ``admit``, ``preempt``. Order matters: preempt for a more urgent request first, then continue the decodes
-(preempting until they fit), then partial prefills, then admissions. Everything takes effect at once.
+(preempting until they fit), then partial prefills and admissions. Everything takes effect at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PlanBuilder:
         self._skipped: list[tuple[tuple, Sequence]] = []
         self._max_tokens = policies.limits.max_batch_tokens
         self._max_seqs = policies.limits.max_batch_seqs
-        self._max_chunk = policies.limits.max_chunk_tokens or policies.limits.max_batch_tokens
+        self.max_chunk_tokens = policies.limits.max_chunk_tokens or policies.limits.max_batch_tokens
         self.plan: BatchPlan
         self.now_s = 0.0
         self.tokens_left = 0
@@ -80,14 +80,20 @@ class PlanBuilder:
         """The first waiting sequence that is not bypassed."""
         return self.scheduler.head()
 
-    def blocks_needed(self, seq: Sequence) -> int:
-        """Free blocks that admitting the whole of waiting ``seq`` would use, cached ones that nobody references included."""
+    @property
+    def decode_blocks(self) -> int:
+        """Blocks that the decodes take in their next step."""
+        return self.scheduler.phases[self.scheduler.clock % self.pool.block_tokens]
+
+    def needs(self, seq: Sequence) -> tuple[int, int]:
+        """Free blocks (cached ones that nobody references included) and tokens that computing all of waiting ``seq`` would use."""
         known = seq.request.prompt_tokens + seq.generated
-        need = self.pool.blocks_for(known)
+        blocks, tokens = self.pool.blocks_for(known), known
         if seq.keys is not None:
             hit = self.pool.match(seq.keys, (known - 1) // self.pool.block_tokens)
-            need += hit.idle_blocks - hit.blocks
-        return need
+            blocks += hit.idle_blocks - hit.blocks
+            tokens -= hit.blocks * self.pool.block_tokens
+        return blocks, tokens
 
     # -- decisions ------------------------------------------------------------------------------------------------------
 
@@ -115,7 +121,7 @@ class PlanBuilder:
         Returns the tokens taken: 0 when the token budget is used up, or minus the blocks that are short.
         """
         known = seq.request.prompt_tokens + seq.generated
-        new = min(known - seq.computed, self.tokens_left, self._max_chunk)
+        new = min(known - seq.computed, self.tokens_left, self.max_chunk_tokens)
         if tokens is not None:
             new = min(new, tokens)
         if new <= 0:
@@ -150,7 +156,7 @@ class PlanBuilder:
             hit = pool.match(seq.keys, (known - 1) // pool.block_tokens)
             cached = hit.blocks * pool.block_tokens
             need += hit.idle_blocks - hit.blocks
-        new = min(known - cached, self.tokens_left, self._max_chunk)
+        new = min(known - cached, self.tokens_left, self.max_chunk_tokens)
         if new <= 0 or (self.whole_prompts and new < known - cached and self.plan.chunks):
             return NO_TOKENS
         if need > pool.free:

@@ -195,9 +195,10 @@ class Replica:
             self.oracle.forget(seq.request_id)
             self._record(seq, now_s, "kv_capacity")
         if plan.admitted:
-            for seq, (_, cached) in zip(plan.admitted, plan.chunks[-len(plan.admitted) :]):
+            chunk_of = dict(zip(plan.prefills, plan.chunks))
+            for seq in plan.admitted:
                 self.prompt_tokens += seq.known_tokens - (seq.state == DECODING)
-                self.cached_tokens += cached
+                self.cached_tokens += chunk_of[seq][1]
         if self.recording is not None and not plan.empty:
             self.recording.planned(self.index, plan)
         return plan

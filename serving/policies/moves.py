@@ -6,51 +6,75 @@ import math
 from typing import TYPE_CHECKING
 
 from serving.builder import ADMITTED, ENDED_AT_WALL, NO_BLOCKS
+from serving.sequence import DECODING, Sequence
 
 if TYPE_CHECKING:
     from serving.builder import PlanBuilder
 
 
-def evict_for_urgent(batch: PlanBuilder) -> float:
-    """Make room for the most urgent waiting requests where the ordering policy allows it.
+def evict_for_urgent(batch: PlanBuilder, *, beside_decodes: bool = True) -> tuple[int, float]:
+    """Make room for the most urgent waiting requests where the ordering policy allows it; ``admit_urgent`` then takes them in.
 
-    Nobody is evicted unless the newcomer then fits. Returns the time from which the head may evict, if it may not yet.
+    Nobody is evicted unless the newcomer then fits into this very step, ``beside_decodes`` or in their stead. Returns how many
+    requests at the head of the queue have room, and the time from which the next one may evict, if it may not yet.
     """
-    head = batch.head()
-    if head is None or not batch.running:
-        return math.inf
-    from_s = batch.evicts_from_s(head.request)
-    if from_s > batch.now_s:
-        return from_s
-    heads, blocks = [], 0
-    while head is not None and batch.evicts_from_s(head.request) <= batch.now_s:
-        if batch.running.least_urgent(head.request.priority) is None:
-            break
-        blocks += batch.blocks_needed(head)
-        if not _evict_for(batch, head, seats=len(heads) + 1, blocks=blocks):
-            break
-        heads.append(head)
-        batch.bypass()
+    open_s = batch.window.open_s(batch)
+    if open_s > batch.now_s:
+        return 0, open_s
+    urgent, blocks, from_s = 0, 0, math.inf
+    tokens = batch.tokens_left - batch.decodes if beside_decodes else batch.tokens_left
+    while tokens > 0:
         head = batch.head()
+        if head is None or head in batch.plan.preempted:
+            break
+        from_s = batch.evicts_from_s(head.request)
+        if from_s > batch.now_s or batch.running.least_urgent(head.request.priority) is None:
+            break
+        need_blocks, need_tokens = batch.needs(head)
+        if batch.whole_prompts and urgent and need_tokens > tokens:
+            break
+        blocks += need_blocks
+        if not _evict_for(batch, head, urgent + 1, blocks, beside_decodes):
+            break
+        urgent += 1
+        tokens -= min(need_tokens, tokens, batch.max_chunk_tokens)
+        batch.bypass()
     batch.restore_bypassed()
-    return math.inf
+    return urgent, from_s if from_s > batch.now_s else math.inf
 
 
-def _evict_for(batch: PlanBuilder, head, seats: int, blocks: int) -> bool:
-    """Evict until ``seats`` and ``blocks`` are free; returns False, and evicts nobody, when no choice of victims yields that."""
-    pool, running = batch.pool, batch.running
-    if batch.seats_left >= seats and pool.free >= blocks:
+def _evict_for(batch: PlanBuilder, head: Sequence, seats: int, blocks: int, beside_decodes: bool) -> bool:
+    """Evict until ``seats`` and ``blocks`` are free; returns False, and evicts nobody, when no choice of victims yields that.
+
+    What cannot be had now cannot be had after further decode steps either (those who could yield take blocks that were free,
+    the others only make it worse), so a plan that evicts nobody stands until something happens.
+    """
+    running = batch.running
+
+    def room() -> int:
+        return batch.pool.free - (batch.decode_blocks if beside_decodes else 0)
+
+    if batch.seats_left >= seats and room() >= blocks:
         return True
     less_urgent = list(running.less_urgent(head.request.priority))
     yielded = sum(batch.scheduler.held_blocks(seq) for seq in less_urgent)
-    if batch.seats_left + len(less_urgent) < seats or pool.free + yielded < blocks:
+    if beside_decodes:
+        yielded += sum(seq.state == DECODING and running.computed(seq) % batch.pool.block_tokens == 0 for seq in less_urgent)
+    if batch.seats_left + len(less_urgent) < seats or room() + yielded < blocks:
         return False
-    while batch.seats_left < seats or pool.free < blocks:
+    while batch.seats_left < seats or room() < blocks:
         victim = batch.victim.choose(running, head)
         if victim is None:
             return False
         batch.preempt(victim)
     return True
+
+
+def admit_urgent(batch: PlanBuilder, count: int) -> None:
+    """Admit the ``count`` requests for which there is room, ahead of prefills in progress."""
+    for _ in range(count):
+        if batch.admit() != ADMITTED:
+            break
 
 
 def continue_decodes(batch: PlanBuilder) -> None:
@@ -67,14 +91,14 @@ def continue_prefills(batch: PlanBuilder) -> bool:
     """
     for seq in list(batch.partials):
         taken = batch.add_chunk(seq)
-        while taken < 0 and batch.plan.empty:
-            victim = batch.victim.choose(batch.running, None)
-            batch.preempt(victim)
-            if victim is seq:
-                break
-            taken = batch.add_chunk(seq)
         if taken < 0:
-            return False
+            while taken < 0 and batch.plan.empty:
+                victim = batch.victim.choose(batch.running, None)
+                batch.preempt(victim)
+                if victim is seq:
+                    break
+                taken = batch.add_chunk(seq)
+            return False  # whoever gave way may be one of the partials still to come
         if not batch.tokens_left:
             break
     return True
@@ -92,6 +116,8 @@ def admit_waiting(batch: PlanBuilder, head_of_line: str, max_bypasses: int) -> N
             if passed and got == ADMITTED:
                 for seq in passed:
                     seq.bypasses += 1
+                if passed[0].bypasses >= max_bypasses:
+                    break
             continue
         if got != NO_BLOCKS or head_of_line == "block" or head.bypasses >= max_bypasses:
             break

@@ -6,7 +6,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from serving.errors import InputError, nearest
-from serving.policies.moves import admit_waiting, continue_decodes, continue_prefills, evict_for_urgent
+from serving.policies.moves import admit_urgent, admit_waiting, continue_decodes, continue_prefills, evict_for_urgent
 
 if TYPE_CHECKING:
     from serving.builder import PlanBuilder
@@ -29,13 +29,15 @@ class ChunkedPrefill:
 
     def plan(self, batch: PlanBuilder) -> None:
         """Fill one step."""
-        change_s = inf
+        urgent, change_s = 0, inf
         if batch.evicts and batch.waiting:
-            change_s = evict_for_urgent(batch)
+            urgent, change_s = evict_for_urgent(batch)
         short = False
         if batch.decodes and batch.continue_decodes():
             short = True
             continue_decodes(batch)
+        if urgent:
+            admit_urgent(batch, urgent)
         if batch.partials and not continue_prefills(batch):
             short = True
         if batch.waiting and not short:

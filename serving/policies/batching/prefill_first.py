@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from serving.policies.batching.chunked_prefill import ChunkedPrefill
-from serving.policies.moves import admit_waiting, continue_decodes, continue_prefills, evict_for_urgent
+from serving.policies.moves import admit_urgent, admit_waiting, continue_decodes, continue_prefills, evict_for_urgent
 
 if TYPE_CHECKING:
     from serving.builder import PlanBuilder
@@ -21,7 +22,11 @@ class PrefillFirst:
 
     def plan(self, batch: PlanBuilder) -> None:
         """Fill one step with prefills, or with decodes when no prefill can run."""
-        change_s = evict_for_urgent(batch) if batch.waiting and batch.evicts else float("inf")
+        urgent, change_s = 0, inf
+        if batch.evicts and batch.waiting:
+            urgent, change_s = evict_for_urgent(batch, beside_decodes=False)
+        if urgent:
+            admit_urgent(batch, urgent)
         fits = True
         if batch.partials and not (batch.decodes and batch.pool.free == 0):
             fits = continue_prefills(batch)
