@@ -55,7 +55,7 @@ class Cluster:
         self._routing = routing
         self._signal_age_s = getattr(routing, "signal_age_s", 0.0)
         self._reads_load = getattr(routing, "needs_load", False) and len(replicas) > 1
-        self._read_s = 0.0
+        self._next_read_s = self._signal_age_s if self._reads_load and self._signal_age_s else math.inf
         self._eager = stepwise
         self._armed: list[tuple[float, bool]] = [(math.inf, False)] * len(replicas)
         self._watchers: list[Callable[[int, float, str], None]] = []
@@ -95,24 +95,38 @@ class Cluster:
     def _route(self, request: Request, now_s: float) -> int:
         signals = self.signals
         signals.now_s = now_s
-        if self._reads_load:
-            age_s = self._signal_age_s
-            read_s = now_s if not age_s else math.floor(now_s / age_s) * age_s
-            if not age_s or read_s > self._read_s:
-                self._read_s = read_s
-                for replica in self.replicas:
-                    if replica.next_s < read_s:
-                        replica.advance(read_s)
-                        if self._eager:
-                            self._arm(replica)
-                signals.read(self.replicas)
+        if now_s >= self._next_read_s:
+            self._read_latest(now_s)
+        elif self._reads_load and not self._signal_age_s:
+            self._read(now_s)
         index = self._routing.route(request, signals)
         if not 0 <= index < len(self.replicas):
             raise IndexError(f"routing policy {type(self._routing).__name__} chose replica {index} of {len(self.replicas)}")
         return index
 
+    def _read_latest(self, now_s: float) -> None:
+        """Read the signals as of the latest reading instant. Whatever would change a replica at or after one calls this first, so
+        that the reading is the same whether replicas are lazy, have been woken or were looked at.
+        """
+        age_s = self._signal_age_s
+        count = math.floor(now_s / age_s)
+        while count * age_s > now_s:  # the quotient may have been rounded up
+            count -= 1
+        self._next_read_s = (count + 1) * age_s
+        self._read(count * age_s)
+
+    def _read(self, as_of_s: float) -> None:
+        for replica in self.replicas:
+            if replica.next_s < as_of_s:
+                replica.advance(as_of_s)
+                if self._eager:
+                    self._arm(replica)
+        self.signals.read(self.replicas)
+
     def abort(self, request_id: int, replica: int) -> bool:
         """Drop a request that was routed to ``replica``; False when it has left already."""
+        if self.env.now >= self._next_read_s:
+            self._read_latest(self.env.now)
         gone = self.replicas[replica].abort(request_id, self.env.now)
         if self._eager:
             self._arm(self.replicas[replica])
@@ -150,6 +164,8 @@ class _Wake:
     def __call__(self, event: simpy.Event) -> None:
         cluster, replica = self.cluster, self.replica
         if cluster._armed[replica.index] is self.target:
+            if cluster.env.now >= cluster._next_read_s:
+                cluster._read_latest(cluster.env.now)
             cluster._armed[replica.index] = (math.inf, False)
             replica.wake(self.target[0])
             cluster._arm(replica)
