@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from serving.plan import BatchPlan
-from serving.sequence import PREFILLING, Sequence
+from serving.sequence import PARKED, PREFILLING, Sequence
 
 if TYPE_CHECKING:
     from serving.scheduler import Scheduler
@@ -57,6 +57,8 @@ class PlanBuilder:
         self.tokens_left = self._max_tokens
         self.seats_left = self._max_seqs - self.running.count
         self.waiting = scheduler.waiting_count
+        if scheduler.landed:
+            self._seat_landed()
         self.decodes = scheduler.decoding
         return plan
 
@@ -172,19 +174,35 @@ class PlanBuilder:
         return ADMITTED
 
     def _seat(self, seq: Sequence) -> None:
-        scheduler = self.scheduler
-        heappop(scheduler.waiting)
-        scheduler.waiting_count -= 1
+        heappop(self.scheduler.waiting)
+        self.scheduler.waiting_count -= 1
         self.waiting -= 1
-        scheduler.admissions = seq.admission_index = scheduler.admissions + 1
-        if seq.scheduled_s != seq.scheduled_s:
-            seq.scheduled_s = self.now_s
-        scheduler.running.add(seq)
-        self.seats_left -= 1
+        self._take_seat(seq)
         if self.plan.admitted:
             self.plan.admitted.append(seq)
         else:
             self.plan.admitted = [seq]
+
+    def _take_seat(self, seq: Sequence) -> None:
+        scheduler = self.scheduler
+        scheduler.admissions = seq.admission_index = scheduler.admissions + 1
+        if seq.scheduled_s != seq.scheduled_s:
+            seq.scheduled_s = self.now_s
+        self.running.add(seq)
+        self.seats_left -= 1
+
+    def _seat_landed(self) -> None:
+        """Seat the sequences whose KV has arrived from another replica, first come, first served: nothing is left to decide."""
+        scheduler, landed = self.scheduler, []
+        while scheduler.landed and self.seats_left > 0:
+            seq = scheduler.landed.popleft()
+            if seq.state != PARKED:
+                continue  # aborted meanwhile
+            scheduler.parked -= 1
+            self._take_seat(seq)
+            scheduler.join_decodes(seq)
+            landed.append(seq)
+        self.plan.landed = landed
 
     def _schedule_chunk(self, seq: Sequence, new: int, known: int) -> None:
         plan = self.plan

@@ -36,7 +36,7 @@ class BatchPlan:
     """
 
     __slots__ = (
-        "admitted", "ask_again_s", "chunks", "clock", "completing", "decode_context_tokens", "decodes", "ended", "logits_rows",
+        "admitted", "ask_again_s", "chunks", "clock", "completing", "decode_context_tokens", "decodes", "ended", "landed", "logits_rows",
         "now_s", "preempted", "prefills", "query_tokens_per_decode", "scheduler", "step", "steps", "valid_until_s",
     )  # fmt: skip
 
@@ -50,6 +50,7 @@ class BatchPlan:
         self.prefills: Seq[Sequence] = ()
         self.completing: Seq[Sequence] = ()
         self.admitted: Seq[Sequence] = ()
+        self.landed: Seq[Sequence] = ()  # their KV came from another replica; they decode from this step on
         self.preempted: Seq[Sequence] = ()
         self.ended: Seq[Sequence] = ()
         self.decodes = 0

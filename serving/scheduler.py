@@ -15,6 +15,7 @@ counters are settled when it leaves, so a step costs what changes in it, not wha
 from __future__ import annotations
 
 import math
+from collections import deque
 from heapq import heappop, heappush
 
 from serving.builder import PlanBuilder
@@ -23,7 +24,10 @@ from serving.plan import BatchPlan, Outcome, StepResult
 from serving.policies import Policies
 from serving.request import Request
 from serving.running import Running
-from serving.sequence import DECODING, DRAINING, ENDED, PREFILLING, WAITING, Sequence
+from serving.sequence import DECODING, DRAINING, ENDED, PARKED, PREFILLING, WAITING, Sequence
+
+
+HAND_OVER = "hand_over"  # a finish reason: the sequence goes on elsewhere; it keeps its pages here until they are copied
 
 
 class BrokenPolicyError(RuntimeError):
@@ -58,6 +62,8 @@ class Scheduler:
         self.phases = [0] * pool.block_tokens  # decoding sequences by the clock at which they next need a block
         self.now_s = -math.inf
         self._live: dict[int, Sequence] = {}
+        self.landed: deque[Sequence] = deque()  # sequences whose KV has arrived and that wait for a seat
+        self.parked = 0  # sequences that hold pages but no seat
         self._capped: list[tuple[int, int, int, Sequence]] = []  # when each decode will have all the tokens it may generate
         self._builder = PlanBuilder(self)
         self._observers = policies.observers()
@@ -91,11 +97,55 @@ class Scheduler:
         if seq.state == WAITING:
             self.waiting_count -= 1
         else:
-            self.leave(seq, self.clock)
-            self._publish_all(seq)
+            if seq.state == PARKED:
+                self.parked -= 1
+            else:
+                self.leave(seq, self.clock)
+                self._publish_all(seq)
             self.pool.release(seq)
         self._end(seq, now_s, "aborted")
         return seq
+
+    # -- KV that comes from or goes to another replica --------------------------------------------------------------------
+
+    def reserve(self, request: Request, generated: int, now_s: float) -> Sequence | None:
+        """Set pages aside for a request whose KV (of its prompt) will be copied here; None when they are not free now.
+
+        What the prefix cache holds of the prompt is shared: ``computed - shared_blocks * block_tokens`` tokens remain to be copied.
+        """
+        self.now_s = now_s
+        keys = request.prefix_hashes if request.prefix_hashes and self.pool.prefix_caching else None
+        need = self.pool.blocks_for(request.prompt_tokens)
+        hit = self.pool.match(keys, request.prompt_tokens // self.pool.block_tokens) if keys is not None else None
+        if need + (hit.idle_blocks - hit.blocks if hit is not None else 0) > self.pool.free:
+            return None
+        self.submitted += 1
+        seq = Sequence(request, self.policies.ordering.key(request, self), keys, self.pool.root)
+        seq.state = PARKED
+        seq.generated = generated
+        if hit is not None and hit.blocks:
+            self.pool.share(seq, hit)
+        self.pool.take(need - seq.shared_blocks)
+        seq.computed = request.prompt_tokens
+        self._live[request.request_id] = seq
+        self.parked += 1
+        return seq
+
+    def land(self, seq: Sequence) -> None:
+        """The KV of reserved ``seq`` has arrived: it decodes as soon as there is a seat."""
+        if seq.state == PARKED:
+            if seq.keys is not None:
+                full = min(seq.computed // self.pool.block_tokens, len(seq.keys))
+                if full > seq.shared_blocks:
+                    self.pool.publish(seq, seq.keys[seq.shared_blocks : full])
+            self.landed.append(seq)
+
+    def release_parked(self, seq: Sequence, now_s: float) -> None:
+        """The KV of ``seq`` has been copied out: its pages are free (their content stays cached) and it is gone from here."""
+        if seq.state == PARKED:
+            self.parked -= 1
+            self.pool.release(seq)
+            self._end(seq, now_s, "handed_over")
 
     def cached_tokens(self, request: Request) -> int:
         """Prompt tokens of ``request`` that the prefix cache holds now (for ordering and routing policies)."""
@@ -119,6 +169,7 @@ class Scheduler:
             builder.finish()
             if earlier is not None:
                 plan.preempted, plan.ended = [*earlier.preempted, *plan.preempted], [*earlier.ended, *plan.ended]
+                plan.landed = [*earlier.landed, *plan.landed]
                 plan.valid_until_s = -1.0
             if plan.chunks or plan.decodes:
                 self.in_flight += 1
@@ -175,7 +226,7 @@ class Scheduler:
         """Take in the result of the oldest plan in flight: cache entries, first tokens, finishes (in the order given)."""
         self.in_flight -= 1
         for seq, (new, before) in zip(plan.prefills, plan.chunks):
-            if seq.keys is not None and WAITING < seq.state < ENDED:
+            if seq.keys is not None and WAITING < seq.state < PARKED:
                 full = min((before + new) // self.pool.block_tokens, len(seq.keys))
                 if full > seq.shared_blocks:
                     self.pool.publish(seq, seq.keys[seq.shared_blocks : full])
@@ -195,6 +246,10 @@ class Scheduler:
                 self.leave(seq, plan.clock)
                 if seq.keys is not None:
                     self._publish_all(seq)
+                if reason == HAND_OVER:
+                    seq.state = PARKED
+                    self.parked += 1
+                    continue
                 self.pool.release(seq)
             self._end(seq, end_s, reason)
 
@@ -203,6 +258,10 @@ class Scheduler:
     def enter_decoding(self, seq: Sequence) -> None:
         """The prefill of ``seq`` catches up in the step being planned: count the token it samples, decode from the next."""
         seq.generated += 1
+        self.join_decodes(seq)
+
+    def join_decodes(self, seq: Sequence) -> None:
+        """Add ``seq``, all of whose KV but the latest token's is there, to the decodes that the next continuation serves."""
         seq.state = DECODING
         seq.entry_clock = clock = self.clock
         self.phases[(clock - seq.computed) % self.pool.block_tokens] += 1
@@ -304,7 +363,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether anything waits or runs."""
-        return bool(self.waiting_count or self.running.count)
+        return bool(self.waiting_count or self.running.count or self.landed)
 
     def head(self) -> Sequence | None:
         """The first waiting sequence in the ordering policy's order."""
@@ -336,5 +395,7 @@ class Scheduler:
         assert phases == self.phases
         assert sorted(id(s) for s in self.partials) == sorted(id(s) for s in self.running if s.state == PREFILLING)
         assert self.waiting_count == sum(seq.state == WAITING for seq in self._live.values())
-        assert len(self._live) == self.waiting_count + len(self.running)
-        self.pool.check(self.running)
+        parked = [seq for seq in self._live.values() if seq.state == PARKED]
+        assert len(parked) == self.parked
+        assert len(self._live) == self.waiting_count + len(self.running) + self.parked
+        self.pool.check([*self.running, *parked])

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from serving.kv_pool import Extent
 
 # DRAINING: its last token is planned but not yet known; it keeps its seat and its pages until then.
-WAITING, PREFILLING, DECODING, DRAINING, ENDED = range(5)
+# PARKED: it holds pages but no seat, while its KV is copied out of this replica or into it.
+WAITING, PREFILLING, DECODING, DRAINING, PARKED, ENDED = range(6)
 
 
 class Sequence:
@@ -54,5 +55,5 @@ class Sequence:
         return self.request.prompt_tokens + self.generated
 
     def __repr__(self) -> str:
-        state = ("waiting", "prefilling", "decoding", "draining", "ended")[self.state]
+        state = ("waiting", "prefilling", "decoding", "draining", "parked", "ended")[self.state]
         return f"Sequence({self.request_id}, {state}, computed={self.computed}, generated={self.generated})"

@@ -25,6 +25,11 @@ class Oracle:
         """A request left without ending here (aborted, refused, out of room)."""
         self._output_tokens.pop(request_id, None)
 
+    def joined(self, seq: Sequence) -> None:
+        """``seq`` decodes from the step being planned on, with KV that came from elsewhere."""
+        rest = self._output_tokens[seq.request_id] - seq.generated
+        heappush(self._due, (seq.entry_clock + rest, seq.request_id, seq.preemptions, seq))
+
     def finished(self, plan: BatchPlan) -> list[tuple[Sequence, str]]:
         """Sequences that end with the last step of ``plan``, by (clock, request id), each with its reason."""
         clock, due = plan.clock, self._due

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from serving.metrics import ABORTED, CAPACITY, COMPLETED, REJECTED
 from serving.plan import BatchPlan, StepResult
 from serving.request import Request
-from serving.scheduler import BrokenPolicyError, Scheduler
+from serving.scheduler import HAND_OVER, BrokenPolicyError, Scheduler
 from serving.sequence import DECODING, Sequence
 from sim.oracle import Oracle
 
@@ -55,6 +55,9 @@ class Replica:
         self.oracle = Oracle()
         self.recording = recording
         self.on_finish: Callable[[int, float, str], None] | None = None
+        # A replica that only prefills asks whether a sequence goes on elsewhere after its first token, and hands it over.
+        self.goes_on: Callable[[Sequence], bool] | None = None
+        self.on_hand_over: Callable[[Replica, Sequence, float], None] | None = None
         self.next_s = math.inf  # the next instant at which advance() has something to do
         self.finished_prompt_tokens = 0  # of requests that left; whoever reads it keeps its own last reading
         self.idle_s = 0.0
@@ -100,6 +103,23 @@ class Replica:
         if self.recording is not None:
             self.recording.submitted(self.index, request.request_id)
         return True
+
+    def reserve(self, request: Request, generated: int, now_s: float) -> Sequence | None:
+        """Set pages aside for a request whose KV will be copied here; None when they are not free now."""
+        self._catch_up(now_s)
+        return self.scheduler.reserve(request, generated, now_s)
+
+    def land(self, seq: Sequence, output_tokens: int, now_s: float) -> None:
+        """The KV of reserved ``seq`` has arrived; it goes on until ``output_tokens`` are generated, those before included."""
+        self._catch_up(now_s)
+        self.oracle.expect(seq.request_id, min(output_tokens, seq.request.max_output_tokens))
+        self.scheduler.land(seq)
+
+    def release_parked(self, seq: Sequence, now_s: float) -> None:
+        """The KV of ``seq`` has been copied out of here."""
+        self._catch_up(now_s)
+        self.finished_prompt_tokens += seq.request.prompt_tokens
+        self.scheduler.release_parked(seq, now_s)
 
     def abort(self, request_id: int, now_s: float) -> bool:
         """Drop a request in whatever state it is; False when it is not here any more."""
@@ -243,6 +263,8 @@ class Replica:
             if seq.token_s == seq.token_s and seq.state == DECODING:  # recomputed after a preemption: its clients saw a long gap
                 self._metrics.itl([end_s - seq.token_s], [1], [end_s])
         finished = self.oracle.finished(plan)
+        if finished and self.on_hand_over is not None:
+            finished = [(seq, HAND_OVER if self.goes_on(seq) else reason) for seq, reason in finished]
         if self._pipelined:
             self._lost_decodes = sum(seq.state == DECODING for seq, _ in finished) if self._queued and self._queued.decodes else 0
         scheduler.commit(plan, StepResult(end_s, finished))
@@ -254,7 +276,10 @@ class Replica:
             self._idle_from_s = end_s
             self._start_s = self.next_s = math.inf
         for seq, reason in finished:
-            self._record(seq, end_s, reason)
+            if reason == HAND_OVER:
+                self.on_hand_over(self, seq, end_s)
+            else:
+                self._record(seq, end_s, reason)
 
     def _cut_for_audit(self, plan: BatchPlan, ends: list[float], durations: list[float]) -> None:
         """End the run early at a random step, so that the policy is asked again and can be held to its promise."""
