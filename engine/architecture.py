@@ -31,8 +31,8 @@ class Architecture:
     """A decoder transformer with grouped-query attention and SwiGLU, dense or with routed experts. Sizes in elements.
 
     ``intermediate`` is the dense MLP's width; with ``experts`` > 0 each layer has a router and experts of ``expert_intermediate`` instead, plus
-    a shared expert if ``shared_intermediate`` > 0. ``window`` limits attention to the last tokens (0: all); ``positions`` is ``rope``
-    or ``alibi`` (linear bias per head, usually with a window: the band). ``rope_table`` is ``float32`` or ``int8``.
+    a shared expert if ``shared_intermediate`` > 0. ``window`` limits attention to the last tokens (0: all) in ``window_layers`` layers spread
+    evenly (0: in every layer); ``positions`` is ``rope`` or ``alibi`` (linear bias per head, usually with a window: the band). ``rope_table`` is ``float32`` or ``int8``.
     """
 
     layers: int
@@ -55,6 +55,7 @@ class Architecture:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     window: int = 0
+    window_layers: int = 0
     positions: str = "rope"
     rope_table: str = "float32"
 
@@ -68,6 +69,11 @@ class Architecture:
         for key, value, known in (("positions", self.positions, ("rope", "alibi")), ("rope_table", self.rope_table, ("float32", "int8"))):
             if value not in known:
                 raise InputError(f"llm.{key}", f"'{value}' is not known", nearest(value, known))
+
+    def window_of(self, layer: int) -> int:
+        """Return the window of one layer, 0 for all tokens."""
+        count = self.window_layers or self.layers
+        return self.window if (layer + 1) * count // self.layers > layer * count // self.layers else 0
 
     def parameters(self) -> int:
         """Return the number of weights."""
@@ -200,27 +206,38 @@ def _rope_scaling(found: dict[str, Any], where: str) -> RopeScaling | None:
 
 
 def from_llm(llm: Any) -> Architecture:
-    """Take the shape of a catalogue entry (``serving.catalog.Llm``, or anything with its attributes).
+    """Take the shape of a catalogue entry (``serving.llm.Llm``, or anything with its attributes).
 
-    Raises InputError for latent attention (MLA), which this engine does not compute.
+    Raises InputError, naming the entry, for what this engine does not compute: latent attention, ungated MLPs, extra norms, dense layers among expert layers.
     """
-    name = getattr(llm, "name", "llm")
-    if getattr(llm, "mla", None):
-        raise InputError(f"llm.{name}", "has latent attention (MLA), which the engine does not compute", "the simulator does")
-    moe = getattr(llm, "moe", None)
+    moe, window = llm.moe, llm.sliding_window
+    refused = {
+        "latent attention (MLA)": llm.mla is not None,
+        "an MLP without a gate": not llm.gated_mlp,
+        f"{llm.norms_per_layer} norms a layer": llm.norms_per_layer != 2,
+        "dense layers before its expert layers": bool(moe and moe.dense_layers),
+    }
+    for what, found in refused.items():
+        if found:
+            raise InputError(f"llm.{llm.name}", f"has {what}, which the engine does not compute", "the simulator does")
     return Architecture(
         layers=llm.layers,
         hidden=llm.hidden,
         heads=llm.heads,
         kv_heads=llm.kv_heads,
         head_dim=llm.head_dim,
-        intermediate=llm.intermediate or 0,
+        intermediate=llm.intermediate,
         vocab=llm.vocab,
         max_model_len=llm.max_model_len,
         experts=moe.experts if moe else 0,
         experts_per_token=moe.experts_per_token if moe else 0,
         expert_intermediate=moe.expert_intermediate if moe else 0,
+        shared_intermediate=moe.shared_intermediate if moe else 0,
         tied_embeddings=llm.tied_embeddings,
+        qkv_bias=llm.qkv_bias,
+        qk_norm=llm.qk_norm,
+        window=window.tokens if window else 0,
+        window_layers=window.layers if window else 0,
     )
 
 
@@ -241,6 +258,7 @@ def scaled_down(shape: Architecture, *, layers: int, hidden: int, vocab: int, ma
     return replace(
         shape,
         layers=min(layers, shape.layers),
+        window_layers=round(shape.window_layers * min(layers, shape.layers) / shape.layers),
         hidden=hidden,
         heads=kv_heads * ratio,
         kv_heads=kv_heads,

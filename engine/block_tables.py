@@ -15,6 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+#: How many of a row's last known blocks are compared with the table at hand; a step rolls back fewer.
+COMPARED = 4
+
 
 class BlockTables:
     """Rows for at most ``max_seqs`` requests of at most ``max_blocks`` blocks."""
@@ -24,6 +27,7 @@ class BlockTables:
         on_host = device.type == "cpu"
         self.table: Tensor = torch.from_numpy(self.host) if on_host else torch.zeros(self.host.shape, dtype=torch.int32, device=device)
         self._lengths = [0] * (max_seqs + 1)
+        self._tails: list[list[int]] = [[] for _ in self._lengths]
         self._free = list(range(max_seqs, 0, -1))
         self._rows: dict[int, int] = {}
         self._changed: list[tuple[int, int, int]] | None = None if on_host else []  # (row, first column, end column)
@@ -31,23 +35,23 @@ class BlockTables:
     def row(self, request_id: int, blocks: Sequence[int]) -> int:
         """Return the request's row, brought up to date with its ``blocks``.
 
-        A table normally only grows; a shorter one or one whose known end differs (tokens rolled back, blocks given again) is rewritten.
-        A request that lost its blocks must have been released before it comes back. Raises RuntimeError when all rows are taken.
+        A table normally only grows; one that is shorter than known or differs in the last blocks known (drafts rolled back) is rewritten.
+        A request that lost all its blocks must have been released before it comes back. Raises RuntimeError when all rows are taken.
         """
         row = self._rows.get(request_id)
         if row is None:
             if not self._free:
                 raise RuntimeError(f"request {request_id}: all {len(self._lengths) - 1} block-table rows are taken")
             row = self._rows[request_id] = self._free.pop()
-            self._lengths[row] = 0
+            self._lengths[row], self._tails[row] = 0, []
         known, length = self._lengths[row], len(blocks)
-        if known and (length < known or blocks[known - 1] != self.host[row, known - 1]):
+        if length < known or self._tails[row] != list(blocks[max(0, known - COMPARED) : known]):
             known = 0
-        if length > known:
+        if length != self._lengths[row] or known == 0:
             self.host[row, known:length] = blocks[known:]
             if self._changed is not None:
                 self._changed.append((row, known, length))
-        self._lengths[row] = length
+            self._lengths[row], self._tails[row] = length, list(blocks[-COMPARED:])
         return row
 
     def release(self, request_id: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -137,7 +138,9 @@ def random_weights(shape: Architecture, seed: int, *, device: torch.device, dtyp
         size = sizes[name]
         if name.endswith("norm.weight"):
             return torch.ones(size, dtype=dtype, device=device)
-        generator = torch.Generator(device=device).manual_seed((seed << 32) + zlib.crc32(name.encode()) & (2**63 - 1))
+        # One word of 32 bits, well mixed: torch's CPU generator takes no more.
+        word = int(np.random.SeedSequence([seed, zlib.crc32(name.encode())]).generate_state(1)[0])
+        generator = torch.Generator(device=device).manual_seed(word)
         return torch.empty(size, dtype=dtype, device=device).normal_(0.0, size[-1] ** -0.5, generator=generator)
 
     return assemble(shape, get)

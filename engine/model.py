@@ -132,7 +132,7 @@ class Decoder:
         if self._rope is not None:
             rotated = self.ops.rope(rotated, positions, *self._rope)
         q, k = rotated[:, :heads], rotated[:, heads:]
-        out = self.backend.attend(q, k, v, cache.keys[index], cache.values[index], batch, shape.window)
+        out = self.backend.attend(q, k, v, cache.keys[index], cache.values[index], batch, shape.window_of(index))
         if observe is not None:
             observe(index, q, residual)
         return F.linear(out.reshape(-1, heads * shape.head_dim), layer.output)

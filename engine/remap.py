@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.architecture import Architecture
+from serving.errors import InputError
 
 
 class Rule(NamedTuple):
@@ -62,14 +63,15 @@ class Source(NamedTuple):
 def locate(names: list[str], shape: Architecture, extra: Mapping[str, str] | None = None) -> dict[str, Source]:
     """Return the source of every canonical name that ``names`` (logical, stored) provide.
 
-    ``extra`` maps regular expressions to templates and is tried before the table; names without a rule stand for themselves.
+    ``extra`` maps regular expressions to replacements (``re.sub``), applied before the table; names without a rule stand for themselves.
+    Raises InputError for an expression that is not one.
     """
-    rules = [Rule(pattern, (target,)) for pattern, target in (extra or {}).items()] + list(RULES)
     rows = {name: size[0] for name, size in shape.weight_shapes().items()}
     found: dict[str, Source] = {}
     for name in names:
-        current, kind, targets = name, "same", (name,)
-        for rule in rules:
+        current, kind = _renamed(name, extra or {}), "same"
+        targets: tuple[str, ...] = (current,)
+        for rule in RULES:
             match = re.search(rule.pattern, current)
             if match:
                 targets, kind = tuple(match.expand(target) for target in rule.targets), rule.kind
@@ -81,6 +83,15 @@ def locate(names: list[str], shape: Architecture, extra: Mapping[str, str] | Non
             found[target] = Source(name, kind, first)
             first += rows.get(target, 0)
     return found
+
+
+def _renamed(name: str, extra: Mapping[str, str]) -> str:
+    for pattern, replacement in extra.items():
+        try:
+            name = re.sub(pattern, replacement, name)
+        except re.error as error:
+            raise InputError(f"remap.{pattern}", f"is no regular expression with a fitting replacement: {error}") from None
+    return name
 
 
 def take(tensor: Tensor, source: Source, size: tuple[int, ...], head_dim: int) -> Tensor:

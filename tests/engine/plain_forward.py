@@ -84,8 +84,9 @@ def logits(w: dict[str, torch.Tensor], shape: Architecture, tokens: list[int]) -
     x = w["embed"][tokens]
     length, dim, group = len(tokens), shape.head_dim, shape.heads // shape.kv_heads
     age = torch.arange(length)[:, None] - torch.arange(length)[None]
-    hidden = (age < 0) | ((age >= shape.window) if shape.window else torch.zeros_like(age, dtype=torch.bool))
     for i in range(shape.layers):
+        window = shape.window_of(i)
+        hidden = (age < 0) | (age >= (window or length))
         h = _norm(x, w[f"{i}.an"], shape.norm_eps)
         q, k, v = (h @ w[f"{i}.{n}"].T + w.get(f"{i}.{n}b", 0.0) for n in "qkv")
         q, k, v = (t.view(length, -1, dim).transpose(0, 1) for t in (q, k, v))

@@ -9,14 +9,15 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the engine's extra is not installed")
 
+import plain_forward
+from stub_plans import CPU, MOE, TINY, generate, runner
+
 from engine.architecture import RopeScaling
 from engine.attention_trace import AttentionTrace
 from engine.loader import random_weights
 from engine.sampling import SamplingParams
 from engine.step import LAST_SAMPLED, SequenceInput, StepInput
 from serving.errors import InputError
-import plain_forward
-from stub_plans import CPU, MOE, TINY, generate, runner
 
 LLAMA3 = RopeScaling("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max=32)
 SHAPES = {
@@ -28,6 +29,7 @@ SHAPES = {
     "linear rope": replace(TINY, rope_scaling=RopeScaling("linear", 4.0)),
     "bias and qk norm": replace(TINY, qkv_bias=True, qk_norm=True),
     "window": replace(TINY, window=7),
+    "half the layers windowed": replace(TINY, window=5, window_layers=1),
     "alibi band": replace(TINY, positions="alibi", window=9),
     "moe": MOE,
     "moe unnormalised, shared": replace(MOE, normalise_router=False, shared_intermediate=32),
