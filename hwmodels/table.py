@@ -15,14 +15,14 @@ import math
 import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from hwmodels.latency import check_options
-from hwmodels.profiles import read_profile, read_skew
+from hwmodels.profiles import read_profile, read_skew, skew_profiled
 from hwmodels.profiles.grid import Extrapolations
 from hwmodels.profiles.skew import Skew
 from serving.errors import InputError
@@ -85,7 +85,10 @@ class DecodeTable:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Seconds that the host adds to a step, and to it per sequence, and that it needs to launch a kernel without a graph."""
+    """Seconds that the host adds to a step, and to it per sequence, and that it needs to launch a kernel without a graph.
+
+    ``step_s`` may be negative: then it corrects a profile whose kernels ran slower than those of the engine.
+    """
 
     step_s: float = 0.0
     sequence_s: float = 0.0
@@ -186,11 +189,11 @@ class TableLatency:
             return seconds
         longest, above = _longest(shape)
         waiting = self._kernels.mixed_attention_s(new, before, decodes, float(longest))
-        return seconds + self._skew.alpha(True, decodes, above) * (waiting - seconds)
+        return seconds + self._skew.alpha(new, before, decodes, above) * (waiting - seconds)
 
     def _skewed(self, table: DecodeTable, decodes: int, context: int, longest: int, above: int) -> float:
         seconds = table.at(context)
-        alpha = self._skew.alpha(False, decodes, above) if self._skew else 0.0
+        alpha = self._skew.alpha(0, 0, decodes, above) if self._skew else 0.0
         return seconds + alpha * (table.at(decodes * longest) - seconds)
 
 
@@ -208,12 +211,13 @@ class Options:
     """Options of ``latency: {name: table, ...}``. None: see ``build``."""
 
     profile: str = ""
-    skew: bool = False
+    skew: bool | None = None
     capture_sizes: tuple[int, ...] | None = None
     capture_largest: int = 512
     host_step_s: float | None = None
     host_sequence_s: float | None = None
     launch_s: float | None = None
+    step_offset_s: float = 0.0
 
 
 def build(
@@ -230,7 +234,8 @@ def build(
     """Build the model from a scenario's ``latency`` options. Raises InputError for anything that cannot be answered.
 
     ``profile`` (required): a folder in the layer-wise or the operator layout; environment variables expand.
-    ``skew``: price unequal decode lengths from the profile's skew.csv (false). ``capture_sizes`` or ``capture_largest``:
+    ``skew``: price unequal decode lengths from the profile's skew.csv; by default if its meta.yaml says that skew was
+    profiled with the rest. ``step_offset_s``: a fitted correction of every step, of either sign. ``capture_sizes`` or ``capture_largest``:
     CUDA-graph sizes, an empty list or 0 for none. ``host_step_s``, ``host_sequence_s``, ``launch_s``: as in the roofline;
     by default those of the GPU's host entry, but no exposed host time with a layer-wise profile, which comes from an engine
     that schedules asynchronously.
@@ -239,14 +244,19 @@ def build(
     chosen = Options(**options)
     if not isinstance(chosen.profile, str) or not chosen.profile:
         raise InputError(f"{where}.profile", "is missing: the table model needs a folder of measured kernels")
-    if not isinstance(chosen.skew, bool):
+    if not isinstance(chosen.skew, bool | None):
         raise InputError(f"{where}.skew", "must be true or false", f"got {chosen.skew!r}")
     if kv_dtype not in ("bf16", "fp16"):
         raise InputError(f"{where}.profile", f"profiles time attention on a 16-bit KV cache, not {kv_dtype}", "use the roofline latency model")
     folder = Path(os.path.expandvars(chosen.profile)).expanduser()
     kernels = read_profile(folder, llm=llm, gpu=gpu, tensor_parallel=tensor_parallel, dtype=weight_dtype, where=f"{where}.profile")
-    skew = read_skew(folder, llm=llm, gpu=gpu, tensor_parallel=tensor_parallel, where=f"{where}.skew") if chosen.skew else None
+    wanted = skew_profiled(folder) if chosen.skew is None else chosen.skew
+    skew = read_skew(folder, llm=llm, gpu=gpu, tensor_parallel=tensor_parallel, where=f"{where}.skew") if wanted else None
     host = host_of(options, gpu, where, exposed=not kernels.asynchronous)
+    offset_s = chosen.step_offset_s
+    if isinstance(offset_s, bool) or not isinstance(offset_s, (int, float)) or not math.isfinite(offset_s):
+        raise InputError(f"{where}.step_offset_s", "must be a number of seconds", f"got {offset_s!r}")
+    host = replace(host, step_s=host.step_s + offset_s)
     return TableLatency(kernels, graphs=graphs_of(options, where), host=host, skew=skew)
 
 

@@ -45,12 +45,14 @@ class Replica:
         latency: LatencyModel,
         metrics: Metrics,
         *,
+        label: int | None = None,
         stepwise: bool = False,
         audit: np.random.Generator | None = None,
         audit_share: float = 0.0,
         recording: Recording | None = None,
     ) -> None:
         self.index = index
+        self.label = index if label is None else label  # its number in records, unique in the whole fleet
         self.scheduler = scheduler
         self.oracle = Oracle()
         self.recording = recording
@@ -79,6 +81,7 @@ class Replica:
         self._idle_from_s = 0.0
         self._plan: BatchPlan | None = None
         self._queued: BatchPlan | None = None  # planned ahead of the one in flight, when plans are pipelined
+        self._queued_s = 0.0  # what that plan costs
         self._lost_decodes = 0  # decodes of the queued plan whose sequences ended before it ran
         self._run_start_s = 0.0
         self._ends: list[float] = []
@@ -96,12 +99,12 @@ class Replica:
         self._catch_up(now_s)
         seq = self.scheduler.submit(request, now_s)
         if isinstance(seq, str):
-            self._refused(request, now_s, seq)
+            self.refuse(request, now_s, seq)
             return False
         cap = request.max_output_tokens
         self.oracle.expect(request.request_id, output_tokens if output_tokens < cap else cap)
         if self.recording is not None:
-            self.recording.submitted(self.index, request.request_id)
+            self.recording.submitted(self.label, request.request_id)
         return True
 
     def reserve(self, request: Request, generated: int, now_s: float) -> Sequence | None:
@@ -128,7 +131,7 @@ class Replica:
         if seq is None:
             return False
         if self.recording is not None:
-            self.recording.aborted(self.index, request_id)
+            self.recording.aborted(self.label, request_id)
         self.oracle.forget(request_id)
         self._record(seq, now_s, "aborted")
         return True
@@ -186,14 +189,17 @@ class Replica:
         if not plan.decodes and not plan.chunks:
             if self._idle_from_s == math.inf:
                 self._idle_from_s = start_s
-            self._start_s = self.next_s = plan.ask_again_s if scheduler.waiting_count else math.inf
+            # With requests queued, either the policy says when to ask again or pages that are being copied out will be an event.
+            self._start_s = self.next_s = plan.ask_again_s if scheduler.waiting_count and plan.ask_again_s > start_s else math.inf
             return
         if self._idle_from_s != math.inf:
             self.idle_s += start_s - self._idle_from_s
             self._idle_from_s = math.inf
-        if self._pipelined:
+        if self._pipelined:  # priced when planned: once the next plan is made, the sequences of this one have moved on
+            duration_s = self._price(plan) if self._queued is None else self._queued_s
             following = self._schedule(start_s)
             self._queued = None if following.empty else following
+            self._queued_s = 0.0 if following.empty else self._price(following)
         self._plan = plan
         self._run_start_s = start_s
         self._used_blocks = scheduler.pool.total - scheduler.pool.free
@@ -202,7 +208,8 @@ class Replica:
         if plan.valid_until_s > start_s and not self._stepwise:
             self._price_steps(plan, start_s, until_s)
         else:
-            duration_s = self._price(plan)
+            if not self._pipelined:
+                duration_s = self._price(plan)
             self._durations = [duration_s]
             self._ends = [start_s + duration_s]
         self.next_s = self._ends[-1]
@@ -220,7 +227,7 @@ class Replica:
                 self.prompt_tokens += seq.known_tokens - (seq.state == DECODING)
                 self.cached_tokens += chunk_of[seq][1]
         if self.recording is not None and not plan.empty:
-            self.recording.planned(self.index, plan)
+            self.recording.planned(self.label, plan)
         return plan
 
     def _price_steps(self, plan: BatchPlan, start_s: float, until_s: float) -> None:
@@ -269,7 +276,7 @@ class Replica:
             self._lost_decodes = sum(seq.state == DECODING for seq, _ in finished) if self._queued and self._queued.decodes else 0
         scheduler.commit(plan, StepResult(end_s, finished))
         if self.recording is not None:
-            self.recording.step(self.index, plan, self._run_start_s, end_s, self._used_blocks, finished)
+            self.recording.step(self.label, plan, self._run_start_s, end_s, self._used_blocks, finished)
         self._plan = None
         self._start_s = self.next_s = self.last_end_s = end_s
         if not scheduler.has_work:
@@ -340,20 +347,21 @@ class Replica:
         self._rows(
             (
                 request.request_id, metrics.class_index(request.class_name), request.arrival_s, request.prompt_tokens, seq.cached_tokens,
-                seq.generated, seq.scheduled_s, seq.first_token_s, now_s, seq.preemptions, self.index, _STATUS[reason],
+                seq.generated, seq.scheduled_s, seq.first_token_s, now_s, seq.preemptions, self.label, _STATUS[reason],
             )
         )  # fmt: skip
         metrics.flush_if_full()
         if self.on_finish is not None:
             self.on_finish(request.request_id, now_s, reason)
 
-    def _refused(self, request: Request, now_s: float, limit: str) -> None:
+    def refuse(self, request: Request, now_s: float, limit: str) -> None:
+        """Record that ``request`` was turned away at ``limit``."""
         nan = math.nan
         self.finished_prompt_tokens += request.prompt_tokens
         self._rows(
             (
                 request.request_id, self._metrics.class_index(request.class_name), request.arrival_s, request.prompt_tokens, 0, 0,
-                nan, nan, now_s, 0, self.index, REJECTED,
+                nan, nan, now_s, 0, self.label, REJECTED,
             )
         )  # fmt: skip
         if self.on_finish is not None:

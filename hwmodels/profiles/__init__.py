@@ -50,3 +50,11 @@ def read_skew(folder: Path, *, llm: Any, gpu: Any, tensor_parallel: int, where: 
             kv_heads = max(1, llm.kv_heads // tensor_parallel)
             return Skew(inside / name, split_limit=0.8 * 2 * gpu.sm_count / kv_heads)
     raise InputError(where, f"'{inside}' has no skew.csv", "set skew: false")
+
+
+def skew_profiled(folder: Path) -> bool:
+    """Whether the profile's meta.yaml says that skew was measured with the rest of it: a skew.csv from elsewhere is not used unasked."""
+    from hwmodels.profiles.layerwise import read_meta
+
+    top = folder.parent if folder.name.startswith("tp") and not (folder / "meta.yaml").exists() else folder
+    return bool((read_meta(top).get("skew_profile") or {}).get("enabled"))

@@ -10,6 +10,14 @@ from hwmodels.profiles.layerwise import PER_LAYER, PER_SEQUENCE, PER_STEP
 CHUNKS, BEFORE, DECODES, KV = (16, 64, 256), (0, 128, 1024), (1, 4, 16), (16, 256, 2048)
 
 
+SKEWED = ((0, 0), (16, 0), (16, 1024), (256, 0), (256, 1024))
+
+
+def skew_alpha(decodes: int, chunk: float, before: float) -> float:
+    """Alpha jumps with the batch, and falls with the chunk and its context."""
+    return (0.1 if decodes < 8 else 0.5) * (1.0 - 0.001 * chunk if chunk else 1.0) * (1.0 - 0.0005 * before)
+
+
 def attention_us(chunk: int, before: int, decodes: int, kv: int) -> float:
     """An attention that is linear in each coordinate, so that linear interpolation is exact."""
     return 5.0 + 0.02 * chunk + 1e-5 * chunk * before + 2e-3 * decodes * kv + 1e-4 * chunk * decodes
@@ -27,8 +35,8 @@ def write_layerwise(folder: Path, *, tensor_parallel: int = 1, attention: Callab
     points += [(q, c, 0, 0) for q in CHUNKS for c in BEFORE]
     points += [(q, c, n, kv) for q in CHUNKS for c in BEFORE for n in DECODES for kv in KV]
     write_csv(inside / "attention.csv", "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us", [(*p, attention(*p)) for p in points])
-    skew = [(regime, n, r, 0.1 if n < 8 else 0.5) for regime in ("pure", "mixed") for n in (2, 4, 8, 16) for r in (0.25, 0.5, 0.75)]
-    write_csv(inside / "skew.csv", "regime,n,ratio,alpha", skew)
+    skew = [(n, r, pc, kp, skew_alpha(n, pc, kp)) for pc, kp in SKEWED for n in (2, 4, 8, 16) for r in (0.25, 0.5, 0.75)]
+    write_csv(inside / "skew.csv", "n,ratio,pc,kp,alpha", skew)
     return folder
 
 

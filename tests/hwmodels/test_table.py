@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from profile_folders import attention_us, write_layerwise
+from profile_folders import attention_us, skew_alpha, write_layerwise
 
 from hwmodels.profiles.grid import ExtrapolationWarning
 from hwmodels.table import build
@@ -135,10 +135,25 @@ def test_skew_moves_towards_the_longest_and_jumps_where_the_kernel_stops_splitti
 
 
 def test_skew_applies_to_mixed_batches(table, skewed):
-    plan = Plan([100, 100, 100, 1300], ((64, 0),))
-    mean = table.step_s(StepShape(((64, 0),), 4, 1600, 4))
-    longest = table.step_s(StepShape(((64, 0),), 4, 5200, 4))
-    assert skewed.step_s(plan) == pytest.approx(mean + 0.1 * (longest - mean))
+    for chunk in ((64, 0), (64, 512), (200, 1024), (256, 1024)):
+        mean = table.step_s(StepShape((chunk,), 4, 1600, 4))
+        longest = table.step_s(StepShape((chunk,), 4, 5200, 4))
+        expected = mean + skew_alpha(4, *chunk) * (longest - mean)
+        assert skewed.step_s(Plan([100, 100, 100, 1300], (chunk,))) == pytest.approx(expected)
+
+
+def test_skew_is_used_unasked_only_if_the_profile_says_that_it_is_its_own(tmp_path):
+    folder = write_layerwise(tmp_path / "p")
+    assert not build({"profile": str(folder)}, llm=LLM, gpu=GPU).needs_contexts
+    (folder / "meta.yaml").write_text("skew_profile: {enabled: true}\n")
+    assert build({"profile": str(folder)}, llm=LLM, gpu=GPU).needs_contexts
+    assert not build({"profile": str(folder), "skew": False}, llm=LLM, gpu=GPU).needs_contexts
+
+
+def test_a_fitted_offset_may_be_negative(folder, table):
+    corrected = build({"profile": str(folder), "capture_sizes": [1, 8, 32], "launch_s": 0, "step_offset_s": -1e-5}, llm=LLM, gpu=GPU)
+    shape = StepShape((), 5, 500, 5)
+    assert corrected.step_s(shape) == pytest.approx(table.step_s(shape) - 1e-5)
 
 
 def test_host_time_is_added_to_every_step(folder, table):
@@ -176,6 +191,7 @@ def test_a_step_without_a_graph_waits_for_its_launches(folder):
         ({"launch_s": float("nan")}, "latency.launch_s: must be a number of seconds"),
         ({"capture_sizes": [0]}, "latency.capture_sizes"),
         ({"capture_largest": True}, "latency.capture_largest: must be a whole number"),
+        ({"step_offset_s": float("inf")}, "latency.step_offset_s: must be a number of seconds"),
         ({"skew": "yes"}, "latency.skew: must be true or false"),
     ],
 )
