@@ -16,6 +16,7 @@ from serving.errors import InputError, nearest
 def register(app: typer.Typer) -> None:
     """Add this room's commands to the app."""
     app.command("report")(report)
+    app.command("prove")(prove)
 
 
 def report(
@@ -82,3 +83,64 @@ def _terminal_table(table, plain: bool):
     for row in table.rows:
         shown.add_row(*row)
     return shown
+
+
+def prove(
+    file: Annotated[Path, typer.Argument(metavar="CONSTRAINTS", help="A YAML file of variables, assumptions and requirements.")],
+    scenario: Annotated[str | None, typer.Argument(metavar="[SCENARIO]", help="The deployment whose facts the file may name.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override one key of the scenario; may be repeated.")] = None,
+    on: Annotated[str | None, typer.Option(metavar="DATE", help="Judge the age of measurements on this day instead of today.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Prove again whenever the file changes, until interrupted.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """Prove or refute the constraints that a deployment declares; exit code 1 unless all are proved."""
+    from validate.constraints import Watched, facts_of
+    from validate.proofs import prove as decide
+
+    day = _day(on)
+    facts = {}
+    if scenario is not None:
+        from serving.scenario import load
+
+        facts = facts_of(load(scenario, overrides or ()))
+    elif overrides:
+        raise InputError("--set", "overrides nothing: no scenario was given")
+    watched = Watched(file, facts, day)
+    findings = decide(watched.current(), day)
+    _print_findings(findings, as_json)
+    while watch:
+        before = watched.current(), watched.error
+        time.sleep(0.2)
+        current = watched.current()
+        if watched.error is not None and watched.error is not before[1]:
+            print("error:", watched.error, "- the last good file stays in force", file=sys.stderr)
+        elif current is not before[0]:
+            findings = decide(current, day)
+            _print_findings(findings, as_json)
+    if any(finding.status != "proved" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _day(text: str | None):
+    import datetime as dt
+
+    try:
+        return dt.date.today() if text is None else dt.date.fromisoformat(text)
+    except ValueError as error:
+        raise InputError("--on", f"'{text}' is no date", "as in 2026-08-01") from error
+
+
+def _print_findings(findings: list, as_json: bool) -> None:
+    if as_json:
+        rows = [
+            {**finding._asdict(), "counterexample": finding.counterexample and {name: float(value) for name, value in finding.counterexample.items()}}
+            for finding in findings
+        ]
+        sys.stdout.write(json.dumps({"proved": all(f.status == "proved" for f in findings), "findings": rows}, indent=2) + "\n")
+        return
+    width = max(len(finding.requirement) for finding in findings)
+    for finding in findings:
+        print(f"{finding.status:8} {finding.requirement:{width}}  confidence {finding.confidence:.2f}")
+        if finding.counterexample is not None:
+            values = ", ".join(f"{name} = {float(value):.6g}" for name, value in finding.counterexample.items())
+            print(f"         {'divides by zero' if finding.undefined else 'fails'} at {values}")
