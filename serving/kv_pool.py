@@ -233,15 +233,15 @@ class KVPool:
         """Keys of the idle cached blocks in eviction order (the next to go first)."""
         return [key for extent in self._idle for key in reversed(extent.keys)]
 
-    def check(self, holders: Iterable[Sequence]) -> None:
+    def check(self, holders: Iterable[tuple[Sequence, int]]) -> None:
         """Raise AssertionError unless held + cached + unused blocks equal the total and every count has its owner.
 
-        ``holders`` are the sequences that hold blocks, with settled counters.
+        ``holders`` are the sequences that hold blocks, each with the KV entries it holds.
         """
         references: dict[Extent, int] = {}
         private = 0
-        for seq in holders:
-            private += self.blocks_for(seq.computed) - seq.shared_blocks
+        for seq, computed in holders:
+            private += self.blocks_for(computed) - seq.shared_blocks
             depth, extent = 0, seq.extent
             while extent is not self.root:
                 references[extent] = references.get(extent, 0) + 1

@@ -26,7 +26,6 @@ from serving.request import Request
 from serving.running import Running
 from serving.sequence import DECODING, DRAINING, ENDED, PARKED, PREFILLING, WAITING, Sequence
 
-
 HAND_OVER = "hand_over"  # a finish reason: the sequence goes on elsewhere; it keeps its pages here until they are copied
 
 
@@ -62,6 +61,7 @@ class Scheduler:
         self.phases = [0] * pool.block_tokens  # decoding sequences by the clock at which they next need a block
         self.now_s = -math.inf
         self._live: dict[int, Sequence] = {}
+        self._plans: list[BatchPlan] = []  # in flight, the oldest first
         self.landed: deque[Sequence] = deque()  # sequences whose KV has arrived and that wait for a seat
         self.parked = 0  # sequences that hold pages but no seat
         self._capped: list[tuple[int, int, int, Sequence]] = []  # when each decode will have all the tokens it may generate
@@ -100,11 +100,27 @@ class Scheduler:
             if seq.state == PARKED:
                 self.parked -= 1
             else:
+                undelivered = self._withdraw(seq)
                 self.leave(seq, self.clock)
+                seq.generated -= undelivered
                 self._publish_all(seq)
             self.pool.release(seq)
         self._end(seq, now_s, "aborted")
         return seq
+
+    def _withdraw(self, seq: Sequence) -> int:
+        """Note in the plans in flight that nobody waits for the tokens of ``seq`` any more; returns how many those are."""
+        tokens = 0
+        for plan in self._plans:
+            if seq in plan.completing:
+                plan.completing.remove(seq)
+                tokens += 1
+            elif plan.decodes and (
+                (seq.state == DECODING and seq.entry_clock < plan.clock) or (seq.state == DRAINING and plan.clock <= seq.entry_clock)
+            ):
+                plan.withdrawn += 1
+                tokens += 1
+        return tokens
 
     # -- KV that comes from or goes to another replica --------------------------------------------------------------------
 
@@ -172,6 +188,7 @@ class Scheduler:
                 plan.landed = [*earlier.landed, *plan.landed]
                 plan.valid_until_s = -1.0
             if plan.chunks or plan.decodes:
+                self._plans.append(plan)
                 self.in_flight += 1
                 self.steps += 1
                 return plan
@@ -183,7 +200,7 @@ class Scheduler:
                 raise BrokenPolicyError(
                     f"batching policy {type(self.policies.batching).__name__}, step {plan.step}: sequences run but the plan is empty"
                 )
-            if self.waiting_count and not self.in_flight and not plan.ask_again_s > now_s:
+            if self.waiting_count and not self.in_flight and not self.parked and not plan.ask_again_s > now_s:
                 raise BrokenPolicyError(
                     f"batching policy {type(self.policies.batching).__name__}, step {plan.step}: an empty plan with requests queued must "
                     "say when to ask again"
@@ -224,6 +241,8 @@ class Scheduler:
 
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
         """Take in the result of the oldest plan in flight: cache entries, first tokens, finishes (in the order given)."""
+        if not self._plans or self._plans.pop(0) is not plan:
+            raise RuntimeError(f"plan {plan.step} is not the oldest in flight")
         self.in_flight -= 1
         for seq, (new, before) in zip(plan.prefills, plan.chunks):
             if seq.keys is not None and WAITING < seq.state < PARKED:
@@ -384,18 +403,16 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless the aggregate, the queues and the pool agree with the sequences."""
-        decoding = [seq for seq in self.running if seq.state == DECODING]
-        for seq in decoding:
-            self.settle(seq)
+        decoding = [(seq, self.computed_at(seq, self.clock)) for seq in self.running if seq.state == DECODING]
         assert len(decoding) == self.decoding
-        assert self.context == sum(seq.computed for seq in decoding)
+        assert self.context == sum(computed for _, computed in decoding)
         phases = [0] * self.pool.block_tokens
-        for seq in decoding:
-            phases[(self.clock - seq.computed) % self.pool.block_tokens] += 1
+        for _, computed in decoding:
+            phases[(self.clock - computed) % self.pool.block_tokens] += 1
         assert phases == self.phases
         assert sorted(id(s) for s in self.partials) == sorted(id(s) for s in self.running if s.state == PREFILLING)
         assert self.waiting_count == sum(seq.state == WAITING for seq in self._live.values())
         parked = [seq for seq in self._live.values() if seq.state == PARKED]
         assert len(parked) == self.parked
         assert len(self._live) == self.waiting_count + len(self.running) + self.parked
-        self.pool.check([*self.running, *parked])
+        self.pool.check((seq, self.running.computed(seq)) for seq in [*self.running, *parked])

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from hwmodels.latency import LatencyModel
     from serving.metrics import Metrics
-    from sim.recording import Recording
+    from serving.recording import Recording
 
 LOOK_AHEAD = 256  # decode steps priced at once; limits work, not results
 _STATUS = {"stop": COMPLETED, "length": COMPLETED, "kv_capacity": CAPACITY, "aborted": ABORTED}
@@ -89,7 +89,8 @@ class Replica:
         self._used_blocks = 0  # in the latest step accounted for
         self._accounted = 0  # steps of the run in flight that are in the accounts
         self._latest_duration_s = 1.0  # a guess at the next step's, to choose how far to look ahead
-        self._fresh: list[Sequence] = []  # sequences whose latest token came after that, from their prefill
+        self._fresh: dict[Sequence, None] = {}  # sequences whose latest token came after the latest decode step, from their prefill
+        self._gave_up: list[Sequence] = []  # aborted while the step in flight decodes them: its tokens reach nobody
         self._promised: tuple[BatchPlan, int] | None = None
 
     # -- requests -------------------------------------------------------------------------------------------------------
@@ -127,9 +128,15 @@ class Replica:
     def abort(self, request_id: int, now_s: float) -> bool:
         """Drop a request in whatever state it is; False when it is not here any more."""
         self._catch_up(now_s)
+        plan = self._plan
+        withdrawn = 0 if plan is None else plan.withdrawn
         seq = self.scheduler.abort(request_id, now_s)
         if seq is None:
             return False
+        if plan is not None and plan.withdrawn > withdrawn:
+            self._gave_up.append(seq)
+        else:
+            self._fresh.pop(seq, None)
         if self.recording is not None:
             self.recording.aborted(self.label, request_id)
         self.oracle.forget(request_id)
@@ -265,7 +272,7 @@ class Replica:
         if plan.decodes:
             self._token_gaps(plan, durations, ends)
         elif plan.completing:
-            self._fresh += plan.completing
+            self._fresh.update(dict.fromkeys(plan.completing))
         for seq in plan.completing:
             if seq.token_s == seq.token_s and seq.state == DECODING:  # recomputed after a preemption: its clients saw a long gap
                 self._metrics.itl([end_s - seq.token_s], [1], [end_s])
@@ -319,26 +326,32 @@ class Replica:
     def _token_gaps(self, plan: BatchPlan, durations: list[float], ends: list[float]) -> None:
         """Every decode is a gap between two tokens of one client: as long as the step, or longer if the sequence had to pause."""
         count = plan.decodes - self._lost_decodes
-        decoded_s = self.scheduler.decoded_s
-        steady = decoded_s == self._run_start_s
-        if not steady or self._fresh:
-            first_end_s = ends[0]
-            fresh = [seq for seq in self._fresh if seq.state == DECODING and seq.entry_clock < plan.clock]
-            gaps = [first_end_s - seq.token_s for seq in fresh]
-            weights = [1] * len(gaps)
-            if count > len(fresh):
-                gaps.append(durations[0] if steady else first_end_s - decoded_s)
-                weights.append(count - len(fresh))
-            self._metrics.itl(gaps, weights, [first_end_s] * len(gaps))
-            self._fresh.clear()
+        weights = [count] * len(durations)
+        weights[-1] -= plan.withdrawn
+        if self._fresh or self.scheduler.decoded_s != self._run_start_s:
+            self._first_gaps(plan, ends[0], weights[0])
+            self._gave_up.clear()
             if len(durations) > 1:
-                self._metrics.itl(durations[1:], [count] * (len(durations) - 1), ends[1:])
+                self._metrics.itl(durations[1:], weights[1:], ends[1:])
             return
+        self._gave_up.clear()
         metrics = self._metrics
         metrics.gaps_s.extend(durations)
-        metrics.gap_weights.extend([count] * len(durations))
+        metrics.gap_weights.extend(weights)
         if metrics.windowed:
             metrics.gap_ends_s.extend(ends)
+
+    def _first_gaps(self, plan: BatchPlan, end_s: float, count: int) -> None:
+        """Gaps that end with the first decode step after others: ``count`` in all, some of which began with a prefill's token."""
+        stayed = self._gave_up if plan.steps > 1 else ()  # those who gave up in a later step of the run saw this one's token
+        fresh = [seq for seq in self._fresh if (seq.state == DECODING and seq.entry_clock < plan.clock) or seq in stayed]
+        gaps, weights = [end_s - seq.token_s for seq in fresh], [1] * len(fresh)
+        if count > len(fresh):
+            decoded_s = self.scheduler.decoded_s
+            gaps.append(end_s - decoded_s if decoded_s != self._run_start_s else self._durations[0])
+            weights.append(count - len(fresh))
+        self._metrics.itl(gaps, weights, [end_s] * len(gaps))
+        self._fresh.clear()
 
     def _record(self, seq: Sequence, now_s: float, reason: str) -> None:
         request = seq.request
