@@ -17,9 +17,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from serving.clients import start_clients
 from serving.scenario import Scenario, load
 from sim.cli import spare_the_collector
-from sim.clients import start_clients
 from sim.fleet import build_cluster, new_metrics, resolve
 from sim.saturation import saturated_rps
 

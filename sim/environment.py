@@ -7,8 +7,9 @@ from heapq import heappush
 
 import simpy
 
-# Order of events at one instant: what happens to the fleet, then what arrives, then what completes, then what is decided.
-FAULT, ARRIVAL, TRANSFER, STEP_END, PLAN = range(5)
+from serving.instants import ARRIVAL, FAULT, PLAN, STEP_END, TRANSFER
+
+__all__ = ["ARRIVAL", "FAULT", "PLAN", "STEP_END", "TRANSFER", "Environment"]
 
 
 class Environment(simpy.Environment):

@@ -13,12 +13,12 @@ from serving.llm import Llm
 from serving.memory import KvCapacity, kv_capacity
 from serving.metrics import Metrics
 from serving.policies.build import build_policies, build_routing
+from serving.recording import Recording
 from serving.rng import stream
 from serving.scenario import Scenario
 from serving.scheduler import Scheduler
 from sim.cluster import Cluster
 from sim.environment import Environment
-from sim.recording import Recording
 from sim.replica import Replica
 
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from serving.clients import start_clients
 from serving.errors import InputError
-from serving.metrics import FleetTotals, Metrics
+from serving.metrics import FleetTotals
+from serving.recording import Recording
 from serving.records import RunWriter
 from serving.scenario import Scenario
 from serving.scenario.workload import Trace
 from sim.bottleneck import Fleet, fleet_of
-from sim.clients import start_clients
 from sim.cluster import Cluster
 from sim.fleet import Parts, build_cluster, new_metrics, resolve
-from sim.recording import Recording
 from sim.saturation import saturated_rps
 
 Progress = Callable[[int, int | None], None]

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.clients import Conversations, OpenLoop, Users, start_clients
 from serving.request import Arrival, Request
 from serving.scenario import from_mapping
 from serving.scenario.arrivals import ClosedLoop
 from serving.workload import Session, Turn
-from sim.clients import Conversations, OpenLoop, Users, start_clients
 from sim.environment import STEP_END, Environment
 
 

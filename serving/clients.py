@@ -6,23 +6,32 @@ from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
-import simpy
-
+from serving.instants import ARRIVAL
 from serving.request import Arrival, Request
 from serving.rng import stream
 from serving.scenario.arrivals import ClosedLoop
 from serving.scenario.workload import Workload
 from serving.workload import Session, Turn, conversations, follows_answers, open_arrivals
 from serving.workload.lengths import one_by_one, seconds
-from sim.environment import ARRIVAL, Environment
 
 ANSWERED = ("stop", "length")
 
 
-class Fleet(Protocol):
-    """What a client needs of a cluster."""
+class Timeline(Protocol):
+    """What a client needs of a clock, simulated or real."""
 
-    env: Environment
+    @property
+    def now(self) -> float:
+        """The present, seconds."""
+
+    def at(self, time_s: float, callback: Callable[[Any], None], priority: int) -> Any:
+        """Call ``callback`` at ``time_s``, after events of smaller ``priority`` and earlier calls at that time."""
+
+
+class Fleet(Protocol):
+    """What a client needs of a cluster, or of an engine."""
+
+    env: Timeline
 
     def submit(self, request: Request, output_tokens: int) -> Any:
         """Route a request now."""
@@ -56,7 +65,7 @@ class OpenLoop:
         if self._next is not None:
             self._env.at(self._next.request.arrival_s, self._arrive, ARRIVAL)
 
-    def _arrive(self, event: simpy.Event) -> None:
+    def _arrive(self, event: object) -> None:
         """Submit all requests of this instant, in order of id, and wait for the next."""
         submit, arrivals, now_s = self._submit, self._arrivals, self._env.now
         request, output_tokens = self._next
@@ -106,7 +115,7 @@ class Turns:
         heappush(self._due, (time_s, request_id, progress))
         self._env.at(time_s, self._submit_due, ARRIVAL)
 
-    def _submit_due(self, event: simpy.Event) -> None:
+    def _submit_due(self, event: object) -> None:
         """Submit what is due by now in order of (time, id), so that the order in which answers came in decides nothing."""
         due, now_s = self._due, self._env.now
         while due and due[0][0] <= now_s:
@@ -146,7 +155,7 @@ class Conversations:
         """Turns that were never submitted, because one before them was refused or failed."""
         return self._turns.dropped
 
-    def _begin(self, event: simpy.Event) -> None:
+    def _begin(self, event: object) -> None:
         now_s = self._env.now
         while self._next is not None and self._next.start_s <= now_s:
             self._turns.begin(self._next, now_s)
