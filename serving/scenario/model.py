@@ -29,8 +29,23 @@ from serving.scenario.workload import Workload
 Dtype = Literal["auto", "bf16", "fp16", "fp8", "int8", "int4", "fp4"]
 
 
+class Pool(BaseModel):
+    """Replicas with one role; keys left out are the cluster's or the batching policy's."""
+
+    model_config = STRICT
+    role: Annotated[Literal["prefill", "decode"], Field(description="prefill: up to the first token; decode: all after it")]
+    replicas: Annotated[int, Field(strict=True, ge=1, le=100_000)]
+    gpu: CatalogueName | None = None
+    tensor_parallel: Annotated[int | None, Field(strict=True, ge=1, le=1024)] = None
+    max_batch_tokens: Annotated[Count | None, Field(description="as in policy.batching, for this pool")] = None
+    max_batch_seqs: Annotated[Count | None, Field(description="as in policy.batching, for this pool")] = None
+
+
 class Cluster(BaseModel):
-    """The hardware: identical replicas of the language model, each on tensor_parallel * pipeline_parallel GPUs."""
+    """The hardware: identical replicas of the language model, each on tensor_parallel * pipeline_parallel GPUs.
+
+    With ``pools`` prompts and answers are computed by different replicas, and KV pages cross the links of ``topology`` between them.
+    """
 
     model_config = STRICT
     gpu: Annotated[CatalogueName, Field(description="a catalogue name (twinserve list gpus) or a path to a file of the same form")]
@@ -38,6 +53,25 @@ class Cluster(BaseModel):
     tensor_parallel: Annotated[int, Field(strict=True, ge=1, le=1024, description="GPUs that share each layer")] = 1
     pipeline_parallel: Annotated[int, Field(strict=True, ge=1, le=1024, description="stages of layers")] = 1
     weight_dtype: Annotated[Dtype, Field(description="auto: as the catalogue says")] = "auto"
+    pools: Annotated[tuple[Pool, ...], Field(description="one of each role, instead of replicas")] = ()
+    topology: Annotated[CatalogueName | None, Field(description="a catalogue name (twinserve list topologies) or a path")] = None
+    nodes: Annotated[int | None, Field(strict=True, ge=1, le=100_000, description="copies of the topology's node; null: as it says")] = None
+
+    @model_validator(mode="after")
+    def _pools(self) -> Cluster:
+        if not self.pools:
+            return self
+        if sorted(pool.role for pool in self.pools) != ["decode", "prefill"]:
+            raise PydanticCustomError("form", "pools needs one entry with role prefill and one with role decode")
+        if "replicas" in self.model_fields_set and self.replicas != 1:
+            raise PydanticCustomError("form", "with pools, give replicas in each pool")
+        if self.topology is None:
+            raise PydanticCustomError("form", "pools need the key 'topology': KV pages cross its links")
+        return self
+
+    def pool(self, role: str) -> Pool:
+        """Return the pool with ``role``."""
+        return next(pool for pool in self.pools if pool.role == role)
 
 
 class KvCache(BaseModel):

@@ -24,6 +24,8 @@ GROUPS = 20
 
 def tabulate(path: Path) -> dict:
     """Return the table of a trace, in the form that ``table`` reads. Raises InputError."""
+    if not path.is_file():
+        raise InputError(str(path), "no such file")
     trace = list(rows(Trace(file=str(path)), {}))
     if trace[0].arrival_s is None:
         raise InputError(str(path), "the trace has no arrival times, so it has no rate per minute")
