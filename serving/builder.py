@@ -229,10 +229,11 @@ class PlanBuilder:
     def preempt(self, seq: Sequence) -> None:
         """Evict ``seq``, which must not hold a chunk in this plan; it waits again, at its place in the order.
 
-        The last running sequence gains nothing from its own eviction when even the whole pool is too small for it: it ends.
+        The last running sequence gains nothing from its own eviction when even the whole pool is too small for it: it ends, unless
+        a step in flight may have ended it already.
         """
         scheduler = self.scheduler
-        if self.running.count == 1 and not self._fits_alone(seq):
+        if self.running.count == 1 and not scheduler.in_flight and not self._fits_alone(seq):
             scheduler.end_at_wall(seq, self.now_s)
             self.plan.ended = [*self.plan.ended, seq]
         else:

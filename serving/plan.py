@@ -36,8 +36,8 @@ class BatchPlan:
     """
 
     __slots__ = (
-        "admitted", "ask_again_s", "chunks", "clock", "completing", "decode_context_tokens", "decodes", "ended", "landed", "logits_rows",
-        "now_s", "preempted", "prefills", "query_tokens_per_decode", "scheduler", "step", "steps", "valid_until_s", "withdrawn",
+        "admitted", "ask_again_s", "chunks", "clock", "completing", "decode_context_tokens", "decodes", "departed", "ended", "landed",
+        "logits_rows", "now_s", "preempted", "prefills", "query_tokens_per_decode", "scheduler", "step", "steps", "valid_until_s", "withdrawn",
     )  # fmt: skip
 
     def __init__(self, scheduler: Scheduler, step: int, now_s: float, clock: int) -> None:
@@ -57,6 +57,7 @@ class BatchPlan:
         self.decode_context_tokens = 0
         self.query_tokens_per_decode = 1
         self.logits_rows = 0
+        self.departed: Seq[Sequence] = ()  # decode in it, but were preempted or reached their cap while it was in flight
         self.withdrawn = 0  # decodes of sequences that were aborted meanwhile: nobody gets their (last) token
         self.clock = clock
         self.valid_until_s = -math.inf  # the same decision holds for steps that start before this, barring an event

@@ -94,17 +94,17 @@ class Scheduler:
         seq = self._live.get(request_id)
         if seq is None:
             return None
+        undelivered = self._withdraw(seq)
         if seq.state == WAITING:
             self.waiting_count -= 1
         else:
             if seq.state == PARKED:
                 self.parked -= 1
             else:
-                undelivered = self._withdraw(seq)
                 self.leave(seq, self.clock)
-                seq.generated -= undelivered
                 self._publish_all(seq)
             self.pool.release(seq)
+        seq.generated -= undelivered
         self._end(seq, now_s, "aborted")
         return seq
 
@@ -115,12 +115,19 @@ class Scheduler:
             if seq in plan.completing:
                 plan.completing.remove(seq)
                 tokens += 1
-            elif plan.decodes and (
-                (seq.state == DECODING and seq.entry_clock < plan.clock) or (seq.state == DRAINING and plan.clock <= seq.entry_clock)
-            ):
+            elif seq in plan.departed or self._decodes_in(plan, seq):
                 plan.withdrawn += 1
                 tokens += 1
         return tokens
+
+    def _decodes_in(self, plan: BatchPlan, seq: Sequence) -> bool:
+        return bool(plan.decodes) and seq.state == DECODING and seq.entry_clock < plan.clock
+
+    def _depart(self, seq: Sequence) -> None:
+        """Note in the plans in flight that ``seq``, which decodes in them, no longer will when their results come."""
+        for plan in self._plans:
+            if self._decodes_in(plan, seq):
+                plan.departed = [*plan.departed, seq]
 
     # -- KV that comes from or goes to another replica --------------------------------------------------------------------
 
@@ -194,6 +201,8 @@ class Scheduler:
                 return plan
             made_room = len(plan.preempted) + len(plan.ended)
             if made_room > (0 if earlier is None else len(earlier.preempted) + len(earlier.ended)):
+                if self.in_flight:
+                    return plan  # what is in flight may have been the last of those who gave way: wait for it
                 earlier = plan  # it only made room: plan again with it, and answer for both
                 continue
             if self.running.count and not self.in_flight:
@@ -252,6 +261,8 @@ class Scheduler:
         end_s = result.end_s
         if plan.decodes:
             self.decoded_s = end_s
+        for seq in plan.departed:
+            seq.token_s = end_s
         for seq in plan.completing:
             seq.token_s = end_s
             if seq.first_token_s != seq.first_token_s:
@@ -296,6 +307,7 @@ class Scheduler:
         while capped and capped[0][0] <= self.clock:
             _, _, preemptions, seq = heappop(capped)
             if seq.preemptions == preemptions and seq.state == DECODING:
+                self._depart(seq)
                 self._stop_decoding(seq)
                 seq.state = DRAINING
 
@@ -321,15 +333,17 @@ class Scheduler:
             self.partials.remove(seq)
 
     def _stop_decoding(self, seq: Sequence) -> None:
-        self.settle(seq)
-        if self.decoded_s > seq.token_s:
+        under_way = sum(self._decodes_in(plan, seq) for plan in self._plans) if self._plans else 0
+        if self.decoded_s > seq.token_s and self.clock - seq.entry_clock > under_way:
             seq.token_s = self.decoded_s
+        self.settle(seq)
         self.phases[(self.clock - seq.computed) % self.pool.block_tokens] -= 1
         self.decoding -= 1
         self.context -= seq.computed
 
     def preempt(self, seq: Sequence) -> None:
         """Evict a running sequence: its pages are released (their content stays cached), it waits to be recomputed."""
+        self._depart(seq)
         self.leave(seq, self.clock)
         if self.pool.prefix_caching:
             if seq.keys is None and seq.computed >= self.pool.block_tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from serving.plan import BatchPlan
-from serving.sequence import DECODING, ENDED, PREFILLING, Sequence
+from serving.sequence import DECODING, ENDED, PREFILLING, WAITING, Sequence
 
 NEVER = 1 << 60
 
@@ -46,7 +46,11 @@ class Oracle:
         finished = []
         while due and due[0][0] <= clock:
             _, request_id, preemptions, seq = heappop(due)
-            if seq.preemptions == preemptions and seq.state not in (PREFILLING, ENDED):
+            if seq.preemptions != preemptions:  # stale, unless a plan made before this result was known evicted it
+                ends = seq.state == WAITING and self._output_tokens.get(request_id, NEVER) <= seq.generated
+            else:
+                ends = seq.state not in (PREFILLING, ENDED)
+            if ends:
                 capped = self._output_tokens.pop(request_id) >= seq.request.max_output_tokens
                 finished.append((seq, "length" if capped else "stop"))
         return finished

@@ -228,6 +228,10 @@ class Replica:
         for seq in plan.ended:
             self.oracle.forget(seq.request_id)
             self._record(seq, now_s, "kv_capacity")
+        if plan.landed:
+            for seq in plan.landed:
+                self.oracle.joined(seq)
+            self._fresh.update(dict.fromkeys(plan.landed))  # their latest token came from elsewhere, at their own token_s
         if plan.admitted:
             chunk_of = dict(zip(plan.prefills, plan.chunks))
             for seq in plan.admitted:
@@ -274,7 +278,7 @@ class Replica:
         elif plan.completing:
             self._fresh.update(dict.fromkeys(plan.completing))
         for seq in plan.completing:
-            if seq.token_s == seq.token_s and seq.state == DECODING:  # recomputed after a preemption: its clients saw a long gap
+            if seq.token_s == seq.token_s:  # recomputed after a preemption: its clients saw a long gap
                 self._metrics.itl([end_s - seq.token_s], [1], [end_s])
         finished = self.oracle.finished(plan)
         if finished and self.on_hand_over is not None:
@@ -344,7 +348,7 @@ class Replica:
     def _first_gaps(self, plan: BatchPlan, end_s: float, count: int) -> None:
         """Gaps that end with the first decode step after others: ``count`` in all, some of which began with a prefill's token."""
         stayed = self._gave_up if plan.steps > 1 else ()  # those who gave up in a later step of the run saw this one's token
-        fresh = [seq for seq in self._fresh if (seq.state == DECODING and seq.entry_clock < plan.clock) or seq in stayed]
+        fresh = [seq for seq in self._fresh if (seq.state == DECODING and seq.entry_clock < plan.clock) or seq in stayed or seq in plan.departed]
         gaps, weights = [end_s - seq.token_s for seq in fresh], [1] * len(fresh)
         if count > len(fresh):
             decoded_s = self.scheduler.decoded_s

@@ -57,6 +57,7 @@ class Case:
     policies: dict[str, tuple[str, dict]] = field(default_factory=dict)
     replicas: int = 1
     prefix_caching: bool = True
+    max_in_flight: int = 1
     latency: Any = field(default_factory=Linear)
 
     def policy(self, kind: str) -> Any:
@@ -70,13 +71,13 @@ class Case:
         """The same case under another policy; ``name`` may be a class."""
         return replace(self, policies={**self.policies, kind: (name, options)})
 
-    def scheduler(self, *, named: bool = False, max_in_flight: int = 1) -> Scheduler:
+    def scheduler(self, *, named: bool = False) -> Scheduler:
         """A scheduler with a pool of its own."""
         limits = Limits(self.max_batch_tokens, self.max_batch_seqs, self.max_chunk_tokens)
         kinds = ("ordering", "batching", "window", "preemption", "admission")
         policies = Policies(*(self.policy(kind) for kind in kinds), limits)
         pool = KVPool(self.blocks, self.block_tokens, prefix_caching=self.prefix_caching, named=named)
-        return Scheduler(pool, policies, max_in_flight=max_in_flight)
+        return Scheduler(pool, policies, max_in_flight=self.max_in_flight)
 
 
 def request(request_id: int, arrival_s: float = 0.0, prompt: int = 32, cap: int = 4096, **facts: Any) -> Request:
@@ -85,7 +86,7 @@ def request(request_id: int, arrival_s: float = 0.0, prompt: int = 32, cap: int 
 
 
 class Decisions:
-    """Stands in for ``sim.recording.Recording``: keeps what each plan decided, decode runs folded to a canonical form.
+    """Stands in for ``serving.recording.Recording``: keeps what each plan decided, decode runs folded to a canonical form.
 
     Successive steps that only decode the same number of sequences, and after which nobody left, become one row, so that the
     rows of a run taken in one go equal those of the same steps taken one at a time.
@@ -147,7 +148,7 @@ class Served:
 def build(case: Case, *, stepwise: bool = False, audit_share: float = 0.0, decisions: Any = None) -> tuple[Environment, Cluster, Metrics]:
     """A cluster of ``case`` and its metrics."""
     env = Environment()
-    metrics = Metrics(["default"], lambda name: (math.inf,) * 3, keep_rows=True)
+    metrics = Metrics(["default", "p0", "p1"], lambda name: (math.inf,) * 3, keep_rows=True)
     audit = np.random.default_rng(5) if audit_share else None
     replicas = [
         Replica(index, case.scheduler(), case.latency, metrics, stepwise=stepwise, audit=audit, audit_share=audit_share, recording=decisions)
