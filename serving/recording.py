@@ -42,13 +42,21 @@ class Recording:
         if self._plans is not None:
             self._seen[replica, plan.step] = self._arrived.pop(replica, ([], []))
 
-    def step(self, replica: int, plan: BatchPlan, start_s: float, end_s: float, used: int, finished: list[tuple[Sequence, str]]) -> None:
-        """Append a committed plan, which may stand for several decode-only steps."""
+    def step(
+        self, replica: int, plan: BatchPlan, start_s: float, end_s: float, used: int, finished: list[tuple[Sequence, str]], *,
+        duration_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """Append a committed plan, which may stand for several decode-only steps.
+
+        ``duration_s`` is what was added to ``start_s``, where rounding might tell it from their difference.
+        """
+        if duration_s is None:
+            duration_s = end_s - start_s
         if self._steps is not None:
             size, kind = self._path(plan) if self._path is not None else (0, "eager")
             self._steps.append(
                 (
-                    plan.step, replica, start_s, end_s - start_s, sum(new for new, _ in plan.chunks), len(plan.chunks), plan.decodes,
+                    plan.step, replica, start_s, duration_s, sum(new for new, _ in plan.chunks), len(plan.chunks), plan.decodes,
                     plan.decode_context_tokens, used, size if kind == "graph" else 0, len(plan.preempted), plan.steps,
                 )
             )  # fmt: skip

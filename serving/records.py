@@ -1,7 +1,7 @@
 """The run directory: what a run, simulated or real, leaves behind, and what every later stage reads.
 
-``run.yaml`` (resolved scenario, seed, commit, device, versions), ``requests.parquet``, ``steps.parquet``, ``plans.parquet`` and
-``summary.json``. The directory appears whole: it is filled under a temporary name beside its own and renamed at the end.
+``run.yaml`` (resolved scenario, seed, commit, device, versions), ``requests.parquet``, ``steps.parquet``, ``plans.parquet``,
+``engine_steps.parquet`` (a real engine's only) and ``summary.json``. The directory appears whole: it is filled under a temporary name beside its own and renamed at the end.
 Nothing in it depends on the wall clock, so equal input gives equal bytes (parquet also names the pyarrow that wrote it).
 """
 
@@ -26,7 +26,7 @@ from serving.version import commit, version
 if TYPE_CHECKING:
     import pandas as pd
 
-RUN_FILES = ("run.yaml", "requests.parquet", "steps.parquet", "plans.parquet", "summary.json")
+RUN_FILES = ("run.yaml", "requests.parquet", "steps.parquet", "plans.parquet", "engine_steps.parquet", "summary.json")
 FLUSH_ROWS = 65536
 _INFO_KEYS = ("twinserve", "scenario", "seed", "commit", "device", "partial", "versions")
 
@@ -43,6 +43,15 @@ STEP_COLUMNS = {
 PLAN_COLUMNS = {
     "step": "int64", "schedule_s": "float64", "commit_s": "float64", "submitted": "ids", "aborted": "ids", "chunks": "chunks",
     "preempted": "ids", "swapped": "ids", "finished": "ids", "replica": "int32",
+}  # fmt: skip
+# What a real engine knows of each step besides: one row per row of steps.parquet. Host seconds split as in ``engine.step.StepTimes``
+# (``schedule_s``: from the tokens of the step before to this step's plan), device seconds, all as measured; ``measured_s`` is the whole
+# step on the machine's own clock, ``reference_s`` the reference step that normalised it (0: not normalised), ``early_events`` the
+# submissions and aborts, among those this plan saw, that came before the commit of the step before.
+ENGINE_STEP_COLUMNS = {
+    "step": "int64", "path": "text", "rows": "int32", "query_key_pairs": "int64", "prefill_context_tokens": "int64", "logits_rows": "int32",
+    "schedule_s": "float64", "prepare_s": "float64", "launch_s": "float64", "sample_s": "float64", "post_s": "float64", "device_s": "float64",
+    "measured_s": "float64", "reference_s": "float64", "early_events": "int32",
 }  # fmt: skip
 
 
@@ -95,10 +104,10 @@ class TableLog:
 class RunWriter:
     """Fills a run directory and publishes it at the end; left without ``publish`` (an error), it leaves nothing.
 
-    Use it as a context manager. ``steps`` and ``plans`` are ``TableLog``s, or None when not asked for.
+    Use it as a context manager. ``steps``, ``plans`` and ``engine_steps`` are ``TableLog``s, or None when not asked for.
     """
 
-    def __init__(self, out: Path | str, *, steps: bool = True, plans: bool = False) -> None:
+    def __init__(self, out: Path | str, *, steps: bool = True, plans: bool = False, engine_steps: bool = False) -> None:
         """Reserve ``out``. Raises InputError when it can't be written or holds anything that isn't a run."""
         self.out = Path(out)
         refuse_unless_replaceable(self.out)
@@ -108,6 +117,8 @@ class RunWriter:
             self._folder.chmod(0o755)
         self.steps = TableLog(self._folder / "steps.parquet", STEP_COLUMNS) if steps else None
         self.plans = TableLog(self._folder / "plans.parquet", PLAN_COLUMNS) if plans else None
+        self.engine_steps = TableLog(self._folder / "engine_steps.parquet", ENGINE_STEP_COLUMNS) if engine_steps else None
+        self._logs = [log for log in (self.steps, self.plans, self.engine_steps) if log is not None]
         self._open = True
 
     def __enter__(self) -> RunWriter:
@@ -116,9 +127,8 @@ class RunWriter:
     def __exit__(self, *_: object) -> None:
         if self._open:
             self._open = False
-            for log in (self.steps, self.plans):
-                if log is not None:
-                    log.abandon()
+            for log in self._logs:
+                log.abandon()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def publish(
@@ -151,9 +161,8 @@ class RunWriter:
         try:
             _write_text(self._folder / "run.yaml", _yaml(info))
             _write_text(self._folder / "summary.json", summary_json(summary))
-            for log in (self.steps, self.plans):
-                if log is not None:
-                    log.close()
+            for log in self._logs:
+                log.close()
             if requests is not None:
                 _write_requests(self._folder / "requests.parquet", requests, class_names)
         except InputError as error:
@@ -200,7 +209,7 @@ class Run:
         return bool(self.info["partial"])
 
     def has(self, table: str) -> bool:
-        """Return whether ``table`` (``requests``, ``steps`` or ``plans``) was recorded."""
+        """Return whether ``table`` (``requests``, ``steps``, ``plans`` or ``engine_steps``) was recorded."""
         return (self.path / f"{table}.parquet").is_file()
 
     @cached_property
@@ -229,6 +238,11 @@ class Run:
     def plans(self) -> pd.DataFrame:
         """One row per plan, with the decisions it held."""
         return _read_table(self.path / "plans.parquet", PLAN_COLUMNS, "plans are recorded on request only")
+
+    @cached_property
+    def engine_steps(self) -> pd.DataFrame:
+        """One row per step of a real engine, in the order of ``steps``: where its time went."""
+        return _read_table(self.path / "engine_steps.parquet", ENGINE_STEP_COLUMNS, "only the engine writes it")
 
 
 def open_run(path: Path | str) -> Run:
