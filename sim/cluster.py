@@ -68,9 +68,13 @@ class Cluster:
     def on_outcome(self, watcher: Callable[[int, float, str], None]) -> None:
         """Call ``watcher(request_id, time_s, status)`` when a request leaves, at that time and in order of time."""
         self._watchers.append(watcher)
-        self._eager = True
+        self.watch()
         for replica in self.replicas:
             replica.on_finish = self._tell
+
+    def watch(self) -> None:
+        """Let replicas put their wakes on the event queue, so that everything happens at its own time."""
+        self._eager = True
 
     def _tell(self, request_id: int, time_s: float, status: str) -> None:
         for watcher in self._watchers:
@@ -81,15 +85,19 @@ class Cluster:
         now_s = self.env.now
         self.arrived += 1
         self.arrivals_end_s = now_s
-        if len(self.replicas) == 1:
-            index = 0
-        else:
-            index = self._route(request, now_s)
-            self.signals.outstanding_tokens[index] += request.prompt_tokens
+        index = self.choose(request, now_s)
         replica = self.replicas[index]
         replica.submit(request, output_tokens, now_s)
         if self._eager:
-            self._arm(replica)
+            self.arm(replica)
+        return index
+
+    def choose(self, request: Request, now_s: float) -> int:
+        """Let the routing policy choose a replica and count the request's tokens as outstanding there."""
+        if len(self.replicas) == 1:
+            return 0
+        index = self._route(request, now_s)
+        self.signals.outstanding_tokens[index] += request.prompt_tokens
         return index
 
     def _route(self, request: Request, now_s: float) -> int:
@@ -120,7 +128,7 @@ class Cluster:
             if replica.next_s < as_of_s:
                 replica.advance(as_of_s)
                 if self._eager:
-                    self._arm(replica)
+                    self.arm(replica)
         self.signals.read(self.replicas)
 
     def abort(self, request_id: int, replica: int) -> bool:
@@ -129,10 +137,10 @@ class Cluster:
             self._read_latest(self.env.now)
         gone = self.replicas[replica].abort(request_id, self.env.now)
         if self._eager:
-            self._arm(self.replicas[replica])
+            self.arm(self.replicas[replica])
         return gone
 
-    def _arm(self, replica: Replica) -> None:
+    def arm(self, replica: Replica) -> None:
         """Put the replica's next wake on the event queue, unless that very wake is there already."""
         target = (replica.next_s, replica.executing)
         if target != self._armed[replica.index]:
@@ -144,6 +152,11 @@ class Cluster:
         """Let every replica finish what it holds."""
         for replica in self.replicas:
             replica.advance(math.inf)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have arrived and not left."""
+        return sum(replica.scheduler.waiting_count + replica.scheduler.running.count for replica in self.replicas)
 
     @property
     def end_s(self) -> float:
@@ -168,4 +181,4 @@ class _Wake:
                 cluster._read_latest(cluster.env.now)
             cluster._armed[replica.index] = (math.inf, False)
             replica.wake(self.target[0])
-            cluster._arm(replica)
+            cluster.arm(replica)

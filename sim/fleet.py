@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from hwmodels import latency
@@ -17,9 +18,13 @@ from serving.recording import Recording
 from serving.rng import stream
 from serving.scenario import Scenario
 from serving.scheduler import Scheduler
+from serving.topology import load_topology
 from sim.cluster import Cluster
+from sim.disaggregation import Disaggregated
 from sim.environment import Environment
+from sim.network import Network
 from sim.replica import Replica
+from sim.topology import LinkGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,11 @@ class Parts:
     capacity: KvCapacity
     latency: LatencyModel
     max_model_len: int
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all replicas."""
+        return self.scenario.cluster.replicas * self.scenario.cluster.tensor_parallel
 
 
 def resolve(scenario: Scenario) -> Parts:
@@ -74,10 +84,70 @@ def resolve(scenario: Scenario) -> Parts:
     return Parts(scenario, llm, gpu, capacity, model, longest)
 
 
+def pool_scenario(scenario: Scenario, role: str) -> Scenario:
+    """The scenario of one pool of a disaggregated fleet, as if it were a fleet of its own."""
+    cluster, batching = scenario.cluster, scenario.policy.batching
+    pool = cluster.pool(role)
+    own = {"replicas": pool.replicas, "gpu": pool.gpu or cluster.gpu, "tensor_parallel": pool.tensor_parallel or cluster.tensor_parallel, "pools": ()}
+    limits = {key: getattr(pool, key) for key in ("max_batch_tokens", "max_batch_seqs") if getattr(pool, key) is not None}
+    policy = scenario.policy.model_copy(update={"batching": batching.model_copy(update=limits)})
+    return scenario.model_copy(update={"cluster": cluster.model_copy(update=own), "policy": policy})
+
+
+def build_fleet(
+    scenario: Scenario, parts: dict[str, Parts], metrics: Metrics, *, stepwise: bool = False, audit: float = 0.0, recording: Recording | None = None
+) -> Cluster | Disaggregated:
+    """Build the whole fleet of ``scenario`` on a new environment; ``parts`` are those of ``resolve_fleet``.
+
+    Raises InputError for a mistake in a policy, or for pools that the topology cannot hold or join.
+    """
+    options = {"stepwise": stepwise, "audit": audit, "recording": recording}
+    if not scenario.cluster.pools:
+        return build_cluster(parts["replicas"], metrics, **options)
+    prefill = build_cluster(parts["prefill"], metrics, **options)
+    decode = build_cluster(parts["decode"], metrics, env=prefill.env, first_label=len(prefill.replicas), **options)
+    graph = LinkGraph(load_topology(scenario.cluster.topology, nodes=scenario.cluster.nodes))
+    gpus = place(graph, [parts["prefill"], parts["decode"]])
+    per_token = max(part.capacity.kv_bytes_per_token * part.scenario.cluster.tensor_parallel for part in parts.values())
+    return Disaggregated(prefill, decode, Network(graph, prefill.env), lambda replica: gpus[replica.label], per_token)
+
+
+def place(graph: LinkGraph, pools: list[Parts]) -> list[list[str]]:
+    """GPU names of every replica of ``pools``, in order: consecutive GPUs of the topology. Raises InputError when they run out."""
+    gpus = iter(graph.gpus)
+    placed = [
+        list(itertools.islice(gpus, part.scenario.cluster.tensor_parallel)) for part in pools for _ in range(part.scenario.cluster.replicas)
+    ]
+    wanted = sum(part.scenario.cluster.tensor_parallel * part.scenario.cluster.replicas for part in pools)
+    if wanted > len(graph.gpus):
+        raise InputError("cluster.pools", f"need {wanted} GPUs; the topology has {len(graph.gpus)}", "raise cluster.nodes or use fewer replicas")
+    return placed
+
+
+def resolve_fleet(scenario: Scenario) -> dict[str, Parts]:
+    """Resolve each pool by its role, or the one kind of replica as ``replicas``. Raises InputError naming the binding limit."""
+    if not scenario.cluster.pools:
+        return {"replicas": resolve(scenario)}
+    if scenario.policy.batching.max_in_flight != 1:
+        raise InputError("policy.batching.max_in_flight", "with pools only 1 plan in flight can be simulated")
+    return {role: resolve(pool_scenario(scenario, role)) for role in ("prefill", "decode")}
+
+
 def build_cluster(
-    parts: Parts, metrics: Metrics, *, replicas: int | None = None, stepwise: bool = False, audit: float = 0.0, recording: Recording | None = None
+    parts: Parts,
+    metrics: Metrics,
+    *,
+    replicas: int | None = None,
+    env: Environment | None = None,
+    first_label: int = 0,
+    stepwise: bool = False,
+    audit: float = 0.0,
+    recording: Recording | None = None,
 ) -> Cluster:
-    """Build the fleet (``replicas`` overrides its size) on a new environment. Raises InputError for a mistake in a policy."""
+    """Build identical replicas (``replicas`` overrides their number) behind a router, on ``env`` or a new environment.
+
+    ``first_label`` numbers them in records. Raises InputError for a mistake in a policy.
+    """
     scenario = parts.scenario
     cache, policy = scenario.kv_cache, scenario.policy
     if policy.batching.max_in_flight > 2:
@@ -86,13 +156,14 @@ def build_cluster(
     for index in range(replicas or scenario.cluster.replicas):
         pool = KVPool(parts.capacity.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching)
         scheduler = Scheduler(pool, build_policies(policy), max_in_flight=policy.batching.max_in_flight)
-        auditor = stream(scenario.seed, f"audit.{index}") if audit else None
+        label = first_label + index
+        auditor = stream(scenario.seed, f"audit.{label}") if audit else None
         built.append(
             Replica(
-                index, scheduler, parts.latency, metrics, stepwise=stepwise, audit=auditor, audit_share=audit, recording=recording
+                index, scheduler, parts.latency, metrics, label=label, stepwise=stepwise, audit=auditor, audit_share=audit, recording=recording
             )
         )  # fmt: skip
-    return Cluster(Environment(), built, build_routing(policy), stepwise=stepwise)
+    return Cluster(env or Environment(), built, build_routing(policy), stepwise=stepwise)
 
 
 def new_metrics(scenario: Scenario, *, keep_rows: bool = False) -> Metrics:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from serving.scenario import Scenario
 from serving.scenario.workload import Trace
 from sim.bottleneck import Fleet, fleet_of
 from sim.cluster import Cluster
-from sim.fleet import Parts, build_cluster, new_metrics, resolve
-from sim.saturation import saturated_rps
+from sim.disaggregation import Disaggregated
+from sim.fleet import Parts, build_fleet, new_metrics, resolve_fleet
+from sim.saturation import saturated_fleet_rps
 
 Progress = Callable[[int, int | None], None]
 _PROGRESS_EVERY = 1024  # arrivals
@@ -55,16 +56,17 @@ def simulate(
     """
     if trace is not None:
         scenario = _with_trace(scenario, trace)
-    parts = resolve(scenario)
+    parts = resolve_fleet(scenario)
+    first = next(iter(parts.values()))
     records = records and out is not None
     metrics = new_metrics(scenario, keep_rows=records)
     skipped: dict[str, int] = {}
     with _writer(out, records, plans) as writer:
-        recording = Recording(writer.steps, writer.plans, getattr(parts.latency, "path", None)) if writer is not None and (records or plans) else None
-        cluster = build_cluster(parts, metrics, stepwise=stepwise, audit=audit, recording=recording)
+        recording = Recording(writer.steps, writer.plans, getattr(first.latency, "path", None)) if writer is not None and (records or plans) else None
+        cluster = build_fleet(scenario, parts, metrics, stepwise=stepwise, audit=audit, recording=recording)
         saturation = _Saturation(parts)
         start_clients(
-            cluster, scenario.workload, seed=scenario.seed, block_tokens=scenario.kv_cache.block_tokens, max_model_len=parts.max_model_len,
+            cluster, scenario.workload, seed=scenario.seed, block_tokens=scenario.kv_cache.block_tokens, max_model_len=min(part.max_model_len for part in parts.values()),
             prefix_caching=scenario.kv_cache.prefix_caching, saturation_rps=saturation, slo=scenario.slo, skipped=skipped,
         )  # fmt: skip
         partial = not _run_to_end(cluster, scenario, progress)
@@ -73,10 +75,11 @@ def simulate(
         )
         if writer is not None:
             writer.publish(
-                scenario=scenario.resolved(), seed=scenario.seed, device=f"simulated {parts.gpu.name}", summary=summary,
+                scenario=scenario.resolved(), seed=scenario.seed, device="simulated " + " + ".join(dict.fromkeys(part.gpu.name for part in parts.values())), summary=summary,
                 requests=metrics.columns() if records else None, class_names=metrics.class_names, partial=partial,
             )  # fmt: skip
-    fleet = fleet_of(scenario, parts.llm, parts.gpu, kv_tokens=parts.capacity.usable_blocks * scenario.kv_cache.block_tokens)
+    kv_tokens = first.capacity.usable_blocks * scenario.kv_cache.block_tokens
+    fleet = replace(fleet_of(scenario, first.llm, first.gpu, kv_tokens=kv_tokens), replicas=len(cluster.replicas))
     return RunResult(summary, fleet, partial, skipped)
 
 
@@ -101,7 +104,7 @@ def _writer(out: Path | None, records: bool, plans: bool) -> Iterator[RunWriter 
 class _Saturation:
     """The saturated rate, measured at most once and only if somebody asks."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: dict[str, Parts]) -> None:
         self._parts = parts
         self._measured: list[float | None] = []
 
@@ -115,11 +118,11 @@ class _Saturation:
     def rate(self) -> float | None:
         """The same, or None."""
         if not self._measured:
-            self._measured.append(saturated_rps(self._parts))
+            self._measured.append(saturated_fleet_rps(self._parts))
         return self._measured[0]
 
 
-def _run_to_end(cluster: Cluster, scenario: Scenario, progress: Progress | None) -> bool:
+def _run_to_end(cluster: Cluster | Disaggregated, scenario: Scenario, progress: Progress | None) -> bool:
     """Run until nothing is left to do; False when interrupted."""
     expected = scenario.workload.requests
     try:
@@ -133,7 +136,7 @@ def _run_to_end(cluster: Cluster, scenario: Scenario, progress: Progress | None)
     return True
 
 
-def _run_with_progress(cluster: Cluster, expected: int | None, progress: Progress) -> None:
+def _run_with_progress(cluster: Cluster | Disaggregated, expected: int | None, progress: Progress) -> None:
     """As ``env.run``, telling every so many events how far it is."""
     step, queue = cluster.env.step, cluster.env._queue
     while queue:
@@ -144,28 +147,30 @@ def _run_with_progress(cluster: Cluster, expected: int | None, progress: Progres
         progress(cluster.arrived, expected)
 
 
-def _totals(cluster: Cluster, parts: Parts) -> FleetTotals:
+def _totals(cluster: Cluster | Disaggregated, parts: dict[str, Parts]) -> FleetTotals:
     replicas = cluster.replicas
     end_s = cluster.end_s
+    gpus = sum(part.gpus for part in parts.values())
+    prices = [part.gpu.price_usd_per_h for part in parts.values()]
     return FleetTotals(
         duration_s=end_s,
         replicas=len(replicas),
-        gpus=len(replicas) * parts.scenario.cluster.tensor_parallel,
-        gpu_usd_per_h=parts.gpu.price_usd_per_h,
+        gpus=gpus,
+        gpu_usd_per_h=None if None in prices else sum(part.gpus * part.gpu.price_usd_per_h for part in parts.values()) / gpus,
         busy_s=sum(replica.busy_until(end_s) for replica in replicas),
         steps=sum(replica.scheduler.steps for replica in replicas),
         events=cluster.arrived + sum(replica.runs for replica in replicas),
-        kv_blocks=len(replicas) * parts.capacity.usable_blocks,
+        kv_blocks=sum(replica.scheduler.pool.total for replica in replicas),
         kv_block_seconds=sum(replica.kv_block_seconds for replica in replicas),
-        kv_max_fraction=max(replica.kv_max_blocks for replica in replicas) / parts.capacity.usable_blocks,
+        kv_max_fraction=max(replica.kv_max_blocks / replica.scheduler.pool.total for replica in replicas),
         preemptions=sum(replica.scheduler.preemptions for replica in replicas),
         prompt_tokens=sum(replica.prompt_tokens for replica in replicas),
         cached_tokens=sum(replica.cached_tokens for replica in replicas),
-        in_flight=sum(replica.scheduler.waiting_count + replica.scheduler.running.count for replica in replicas),
+        in_flight=cluster.in_flight,
     )
 
 
-def _load_factor(cluster: Cluster, scenario: Scenario, saturation: _Saturation) -> float | None:
+def _load_factor(cluster: Cluster | Disaggregated, scenario: Scenario, saturation: _Saturation) -> float | None:
     """Offered over saturated throughput; None where arrivals wait for answers."""
     from serving.workload import follows_answers
 

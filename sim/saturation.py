@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections import deque
+
+from serving.request import Arrival
+from sim.cluster import Cluster
 from sim.fleet import Parts, build_cluster, new_metrics
 
 SAMPLE = 4096  # requests of the backlog; the first and last quarter (filling and draining) are not counted
 
 
-def saturated_rps(parts: Parts) -> float | None:
+def saturated_fleet_rps(parts: dict[str, Parts]) -> float | None:
+    """As ``saturated_rps`` for a whole fleet: with pools, the rate of the slower one. Links are taken to keep up."""
+    rates = [saturated_rps(part, role) for role, part in parts.items()]
+    return None if None in rates else min(rates)
+
+
+def saturated_rps(parts: Parts, role: str = "replicas") -> float | None:
     """Requests per second that the fleet completes with a backlog of this workload's requests; None if too few to tell.
 
     One replica is measured (all are alike) in the middle half of the completions of a backlog that is there from the start.
-    Admission limits do not apply: the question is what the replica can do, not what is let in.
+    Admission limits do not apply: the question is what the replica can do, not what is let in. A ``prefill`` replica
+    completes a request with its first token; a ``decode`` replica finds the KV of its prompts in place.
     """
     from serving.scenario import PolicySpec
     from serving.scenario.arrivals import AllAtOnce
@@ -20,9 +31,9 @@ def saturated_rps(parts: Parts) -> float | None:
     scenario = parts.scenario
     workload = scenario.workload
     if workload.trace is None:
-        backlog = workload.model_copy(update={"arrivals": AllAtOnce(process="all_at_once"), "requests": SAMPLE, "duration_s": None, "sessions": None})
+        saturating = workload.model_copy(update={"arrivals": AllAtOnce(process="all_at_once"), "requests": SAMPLE, "duration_s": None, "sessions": None})
     else:
-        backlog = workload.model_copy(update={"trace": workload.trace.model_copy(update={"turn_timing": "recorded"})})
+        saturating = workload.model_copy(update={"trace": workload.trace.model_copy(update={"turn_timing": "recorded"})})
     policy = scenario.policy.model_copy(update={"admission": PolicySpec(name="fits", where="policy.admission")})
     alone = scenario.model_copy(update={"policy": policy})
     one = Parts(alone, parts.llm, parts.gpu, parts.capacity, parts.latency, parts.max_model_len)
@@ -31,13 +42,39 @@ def saturated_rps(parts: Parts) -> float | None:
     finishes: list[float] = []
     replica.on_finish = lambda request_id, time_s, status: finishes.append(time_s) if time_s > 0 else None
     arrivals = open_arrivals(
-        backlog, seed=scenario.seed, block_tokens=scenario.kv_cache.block_tokens, max_model_len=parts.max_model_len,
+        saturating, seed=scenario.seed, block_tokens=scenario.kv_cache.block_tokens, max_model_len=parts.max_model_len,
         prefix_caching=scenario.kv_cache.prefix_caching, slo=scenario.slo,
     )  # fmt: skip
-    for arrival, _ in zip(arrivals, range(SAMPLE)):
-        replica.submit(arrival.request._replace(arrival_s=0.0), arrival.output_tokens, 0.0)
-    cluster.drain()
+    backlog = [Arrival(request._replace(arrival_s=0.0), tokens) for (request, tokens), _ in zip(arrivals, range(SAMPLE))]
+    if role == "decode":
+        _land_all(cluster, [arrival for arrival in backlog if arrival.output_tokens > 1])
+    else:
+        for request, output_tokens in backlog:
+            replica.submit(request, 1 if role == "prefill" else output_tokens, 0.0)
+        cluster.drain()
     first, last = len(finishes) // 4, 3 * len(finishes) // 4
     if last - first < 2 or finishes[last] <= finishes[first]:
         return None
     return (last - first) / (finishes[last] - finishes[first]) * scenario.cluster.replicas
+
+
+def _land_all(cluster: Cluster, backlog: list[Arrival]) -> None:
+    """Give the only replica of ``cluster`` the KV of as many requests as it has pages for, at any time."""
+    replica, env = cluster.replicas[0], cluster.env
+    left = deque(backlog)
+
+    def land(*_: object) -> None:
+        while left:
+            request, output_tokens = left[0]
+            seq = replica.reserve(request, 1, env.now)
+            if seq is None:
+                return
+            replica.land(seq, output_tokens, env.now)
+            left.popleft()
+
+    count = replica.on_finish
+    cluster.on_outcome(count)
+    cluster.on_outcome(land)
+    land()
+    cluster.arm(replica)
+    env.run()
