@@ -1,4 +1,4 @@
-"""The commands of validation: import and compare. Heavy imports happen inside them."""
+"""The commands of validation: import, compare and accuracy. Heavy imports happen inside them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def register(app: typer.Typer) -> None:
     """Add this room's commands to the app."""
     app.command("import")(import_run)
     app.command("compare")(compare_runs)
+    app.command("accuracy")(measure_accuracy)
 
 
 def import_run(
@@ -65,4 +66,24 @@ def compare_runs(
     else:
         print_comparison(comparison, gate, sys.stdout)
     if gate is not None and comparison.exceeding(gate):
+        raise typer.Exit(THE_ANSWER_IS_NO)
+
+
+def measure_accuracy(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Measured runs, with the profiles of their GPUs beside or above them.")],
+    fit: Annotated[bool, typer.Option(help="Also fit one constant a step on the first half of each run and judge it on the second.")] = True,
+    gate: Annotated[float | None, typer.Option(metavar="F", help="Exit with 1 when an error exceeds this fraction (0.05 is 5 %).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+) -> None:
+    """Replay every measured run in a folder and print how far off the simulator is."""
+    if gate is not None and not 0 <= gate < float("inf"):
+        raise InputError("--gate", f"{gate:g} is no fraction of at least 0")
+    from validate import accuracy
+
+    rows = accuracy.accuracy(folder, fit=fit)
+    if as_json:
+        print(accuracy.as_json(rows))
+    else:
+        accuracy.print_rows(rows, gate, sys.stdout)
+    if gate is not None and accuracy.exceeding(rows, gate):
         raise typer.Exit(THE_ANSWER_IS_NO)
