@@ -40,7 +40,7 @@ def run(
 
     if not 0 <= audit <= 1:
         raise InputError("--audit", f"{audit:g} is no fraction between 0 and 1")
-    loaded = load(scenario, overrides or (), seed)
+    loaded = load(scenario, overrides or (), seed, trace)
     if out is not None:
         refuse_unless_replaceable(out)
     from sim.progress import ProgressBar
@@ -49,7 +49,7 @@ def run(
     spare_the_collector()
     with ProgressBar() as bar:
         progress = bar if sys.stderr.isatty() else None
-        result = simulate(loaded, trace=trace, out=out, records=not no_records, stepwise=stepwise, audit=audit, progress=progress)
+        result = simulate(loaded, out=out, records=not no_records, stepwise=stepwise, audit=audit, progress=progress)
     if as_json:
         sys.stdout.write(summary_json(result.summary))
     else:

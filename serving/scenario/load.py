@@ -23,17 +23,20 @@ def names() -> list[str]:
     return sorted(path.stem for path in PACKAGED.glob("*.yaml"))
 
 
-def load(path_or_name: str | Path, overrides: Sequence[str] = (), seed: int | None = None) -> Scenario:
+def load(path_or_name: str | Path, overrides: Sequence[str] = (), seed: int | None = None, trace: Path | None = None) -> Scenario:
     """Read a scenario: a path to a YAML file, or the name of a packaged one.
 
-    ``overrides`` are ``path.to.key=value`` texts, applied in order; ``seed`` replaces the file's. Raises InputError,
-    which names the dotted path with its file and line.
+    ``trace`` is a file to replay, with the options that the scenario gives for its own; then ``overrides``, texts
+    ``path.to.key=value``, are applied in order; ``seed`` replaces the file's. Raises InputError, which names the dotted
+    path with its file and line.
     """
     path = _find(str(path_or_name))
     shown = _shown(path)
     document = parse(read_text(path), shown)
     if not isinstance(document.value, dict):
         raise InputError(shown, "a scenario must be a mapping of keys", "see `twinserve schema`")
+    if trace is not None:
+        _set_trace(document.value, trace)
     return from_mapping(document.value, overrides, seed=seed, shown=shown, lines=document.lines, folder=path.parent, name=path.stem)
 
 
@@ -71,6 +74,16 @@ def from_mapping(
         return Scenario.model_validate(raw, context=context)
     except ValidationError as error:
         raise to_input_error(error, raw, where) from None
+
+
+def _set_trace(raw: dict[str, Any], file: Path) -> None:
+    if not file.is_file():
+        raise InputError(str(file), "is a folder, not a trace" if file.is_dir() else "no such file")
+    workload = raw.get("workload")
+    if isinstance(workload, dict):
+        own = workload.get("trace")
+        options = {key: value for key, value in own.items() if key != "format"} if isinstance(own, dict) else {}
+        workload["trace"] = {**options, "file": str(file.resolve())}
 
 
 def read_text(path: Path) -> str:

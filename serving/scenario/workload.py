@@ -138,6 +138,8 @@ class Workload(BaseModel):
             return self
         if self.arrivals is None:
             raise PydanticCustomError("form", "needs the key 'arrivals' (or 'trace')")
+        if self.sessions is not None and _has_load_factor(self.arrivals):
+            raise PydanticCustomError("form", "a load factor counts requests, arrivals start sessions: give rate_rps")
         self._has_lengths()
         ends = isinstance(self.arrivals, Piecewise | RatePerMinute) and not self.arrivals.repeat
         ends = ends and not (isinstance(self.arrivals, Piecewise) and self.arrivals.pieces[-1].until_s is None)
@@ -159,3 +161,8 @@ class Workload(BaseModel):
     def closed_loop(self) -> ClosedLoop | None:
         """The closed loop that drives this workload, or None. With a trace, its users take the trace's requests in turn."""
         return self.arrivals if isinstance(self.arrivals, ClosedLoop) else None
+
+
+def _has_load_factor(arrivals: Arrivals) -> bool:
+    parts = arrivals.pieces if isinstance(arrivals, Piecewise) else (arrivals,)
+    return any(getattr(part, "load_factor", None) is not None for part in parts)

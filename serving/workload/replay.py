@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, pairwise
 
 from serving.errors import InputError
@@ -206,6 +207,7 @@ def replay_sessions(workload: Workload, context: Context) -> Iterator[Session]:
     spec = workload.trace
     known = trace_format(spec)
     maker = Replay(workload, context)
+    context = replace(context, saturation_rps=None)  # it counts requests, the arrivals here start sessions
     recorded = turn_timing(spec, known) == "recorded"
     groups: dict[str | None, list[tuple[int, TraceRow]]] = {}
     for request_id, row in enumerate(rows(spec, context.skipped)):

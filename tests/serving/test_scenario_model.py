@@ -102,7 +102,7 @@ def test_unknown_word_names_its_path_and_the_nearest_one(override: str, where: s
         "workload.prompt_tokens={dist: empirical}", "workload.prompt_tokens={dist: empirical, quantiles: [3, 1]}",
         "workload.arrivals={process: poisson, rate_rps: 1, load_factor: 1}", "workload.arrivals={process: piecewise, pieces: []}",
         "workload.arrivals={process: piecewise, pieces: [{rate_rps: 1}, {rate_rps: 2}]}", "workload.classes.1.name=p0",
-        "workload.classes=[{name: a, share: 0}]", "workload.trace={file: data/azure-conversation.yaml, start_s: 5, stop_s: 5}",
+        "workload.classes=[{name: a, share: 0}]", "workload={requests: 1, arrivals: {process: poisson, load_factor: 1}, prompt_tokens: 1, output_tokens: 1, sessions: {turns: 2}}", "workload.trace={file: data/azure-conversation.yaml, start_s: 5, stop_s: 5}",
     ],
 )  # fmt: skip
 def test_wrong_values_are_one_input_error(override: str) -> None:
@@ -133,6 +133,16 @@ def test_files_are_found_beside_the_scenario_and_packaged_ones_keep_their_short_
     assert scenario.name == "mine"
     assert scenario.workload.prompt_tokens.file == str(tmp_path / "lengths.txt")
     assert scenario.workload.arrivals.table == "data/azure-conversation.yaml"
+
+
+def test_a_trace_from_the_command_line_comes_before_the_overrides(tmp_path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("prompt_tokens,output_tokens\n")
+    loaded = load("chat-8b", ["workload.trace.limit=9"], trace=trace)
+    assert (loaded.workload.trace.file, loaded.workload.trace.limit) == (str(trace), 9)
+    for missing in (tmp_path / "no.csv", tmp_path):
+        with pytest.raises(InputError, match=missing.name):
+            load("chat-8b", trace=missing)
 
 
 def test_policy_specs_say_where_they_were_written() -> None:
