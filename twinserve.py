@@ -20,6 +20,7 @@ COMMANDS = {
     "prove": ("validate.report.cli", "Prove or refute the constraints that a deployment declares."),
     "import": ("validate.cli", "Turn the file of a load generator or an engine into a run directory."),
     "compare": ("validate.cli", "Error of a simulated run against a real one, per metric and statistic."),
+    "accuracy": ("validate.cli", "How far off the simulator is from every measured run in a folder."),
     "schema": ("sim.cli", "JSON Schema of a scenario, for editors."),
 }
 WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
