@@ -29,8 +29,8 @@ LABELS: Mapping[str, str] = {
     "prefill_interference": "other requests' prefills",
     "preemption": "preempted",
     "transfer": "KV transfer",
-    "graph_miss": "outside the captured graphs",
-    "host_stall": "replica idle with work to do",
+    "graph_miss": "outside captured graphs",
+    "host_stall": "replica stood idle",
     "clock": "slow clock or GPU",
     "cold_start": "cold start",
 }

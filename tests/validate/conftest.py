@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import heapq
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside the tests
 FIXED_S, PREFILL_S, DECODE_S, CONTEXT_S, EAGER_S = 5e-3, 2e-5, 5e-5, 2e-8, 8e-3
 SPIKES = ("host_stall", "clock", "graph_miss", "prefill_interference", "cold_start")
 

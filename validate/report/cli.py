@@ -79,7 +79,7 @@ def _terminal_table(table, plain: bool):
 
     shown = Table(title=table.title, title_justify="left", box=None if plain else box.SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(table.columns):
-        shown.add_column(name, justify="left" if index < table.words else "right")
+        shown.add_column(name, justify="left" if index < table.words else "right", no_wrap=True)
     for row in table.rows:
         shown.add_row(*row)
     return shown

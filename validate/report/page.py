@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -110,6 +111,7 @@ def write(page: Page, out: Path) -> int:
         partial.write_bytes(text)
         partial.replace(out)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise InputError(str(out), f"cannot be written: {error.strerror}") from error
     return len(text)
