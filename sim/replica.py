@@ -177,6 +177,8 @@ class Replica:
         if self._plan is not None:
             if self._ends[-1] <= now_s:
                 self._commit()
+                if self._promised is not None:  # the audit ended the run early: take its rest
+                    self.advance(now_s)
         elif self._start_s <= now_s:
             self._begin(math.inf)
 
@@ -198,6 +200,7 @@ class Replica:
                 self._idle_from_s = start_s
             # With requests queued, either the policy says when to ask again or pages that are being copied out will be an event.
             self._start_s = self.next_s = plan.ask_again_s if scheduler.waiting_count and plan.ask_again_s > start_s else math.inf
+            self._close(plan)
             return
         if self._idle_from_s != math.inf:
             self.idle_s += start_s - self._idle_from_s
@@ -205,6 +208,8 @@ class Replica:
         if self._pipelined:  # priced when planned: once the next plan is made, the sequences of this one have moved on
             duration_s = self._price(plan) if self._queued is None else self._queued_s
             following = self._schedule(start_s)
+            if following.empty:
+                self._close(following)
             self._queued = None if following.empty else following
             self._queued_s = 0.0 if following.empty else self._price(following)
         self._plan = plan
@@ -225,9 +230,6 @@ class Replica:
         plan = self.scheduler.schedule(now_s)
         if self._promised is not None:
             self._check_promise(plan)
-        for seq in plan.ended:
-            self.oracle.forget(seq.request_id)
-            self._record(seq, now_s, "kv_capacity")
         if plan.landed:
             for seq in plan.landed:
                 self.oracle.joined(seq)
@@ -239,7 +241,15 @@ class Replica:
                 self.cached_tokens += chunk_of[seq][1]
         if self.recording is not None and not plan.empty:
             self.recording.planned(self.label, plan)
+        if plan.ended and not plan.empty:
+            self._close(plan)
         return plan
+
+    def _close(self, plan: BatchPlan) -> None:
+        """Tell of those that hit the wall of the pool; whoever hears of it may submit at once."""
+        for seq in plan.ended:
+            self.oracle.forget(seq.request_id)
+            self._record(seq, plan.now_s, "kv_capacity")
 
     def _price_steps(self, plan: BatchPlan, start_s: float, until_s: float) -> None:
         """Price the steps that the plan may stand for: up to a finish, a shortage of blocks, its validity, or the horizon."""
