@@ -125,17 +125,22 @@ class Surface:
 
     def row_at(self, x: float) -> list[float]:
         """Return the times over the second axis at ``x`` on the first."""
-        i, weight = locate(self.axes[0], x)
-        if weight > 1.0:
-            self._beyond.note(self.name, self.axis_names[0], x, self.axes[0][-1])
+        i, weight = self._place(0, x)
         if len(self.rows) == 1:
             return self.rows[0]
         return [interpolate(low, high, weight) for low, high in zip(self.rows[i], self.rows[i + 1])]
 
     def at(self, x: float, y: float) -> float:
         """Return the bilinear time at (x, y)."""
-        row = self.row_at(x)
-        j, weight = locate(self.axes[1], y)
+        i, weight = self._place(0, x)
+        j, across = self._place(1, y)
+        low, high = self.rows[i], self.rows[i + 1 if len(self.rows) > 1 else i]
+        first = interpolate(low[j], high[j], weight)
+        return first if len(low) == 1 else interpolate(first, interpolate(low[j + 1], high[j + 1], weight), across)
+
+    def _place(self, k: int, x: float) -> tuple[int, float]:
+        axis = self.axes[k]
+        i, weight = locate(axis, x)
         if weight > 1.0:
-            self._beyond.note(self.name, self.axis_names[1], y, self.axes[1][-1])
-        return row[0] if len(row) == 1 else interpolate(row[j], row[j + 1], weight)
+            self._beyond.note(self.name, self.axis_names[k], x, axis[-1])
+        return i, weight
