@@ -265,26 +265,27 @@ def rank(attribution: Attribution, quantile: float = 0.99) -> list[Cause]:
     return sorted(causes, key=lambda row: (-row.excess_s, row.cause))
 
 
-def preempted_seconds(plans: list[Mapping]) -> dict[int, float]:
+def preempted_seconds(plans: Sequence[Mapping]) -> dict[int, float]:
     """Seconds each request spent between a preemption and the end of the step that completed its recomputed context.
 
-    ``plans`` are rows of plans.parquet in order. A request is back once its last chunk of recomputation commits: the step after
-    which it has no chunk of its own while it is still not finished.
+    ``plans`` are rows of plans.parquet, those of one replica in order. A request is back once its last chunk of recomputation commits:
+    the step after which its replica gives it no further chunk.
     """
-    out_since: dict[int, float] = {}
-    last_chunk: dict[int, float] = {}
     total: dict[int, float] = {}
+    by_replica: dict[int, list[Mapping]] = {}
     for plan in plans:
-        chunked = {int(chunk["request_id"] if isinstance(chunk, Mapping) else chunk[0]) for chunk in plan["chunks"]}
-        for request in sorted(set(last_chunk) - chunked):
-            total[request] = total.get(request, 0.0) + last_chunk.pop(request) - out_since.pop(request)
-        for request in chunked & set(out_since):
-            last_chunk[request] = plan["commit_s"]
-        for request in plan["preempted"]:
-            out_since.setdefault(int(request), plan["schedule_s"])
-            last_chunk.pop(int(request), None)
-    for request, since in last_chunk.items():
-        total[request] = total.get(request, 0.0) + since - out_since[request]
+        by_replica.setdefault(plan["replica"], []).append(plan)
+    for own in by_replica.values():
+        out_since: dict[int, float] = {}
+        last_chunk: dict[int, float] = {}
+        for plan in (*own, {"chunks": (), "preempted": ()}):  # the empty plan closes what the last one recomputed
+            chunked = {int(chunk["request_id"]) for chunk in plan["chunks"]}
+            for request in [request for request in last_chunk if request not in chunked]:
+                total[request] = total.get(request, 0.0) + last_chunk.pop(request) - out_since.pop(request)
+            last_chunk.update((request, plan["commit_s"]) for request in chunked if request in out_since)
+            for request in plan["preempted"]:
+                out_since.setdefault(int(request), plan["schedule_s"])
+                last_chunk.pop(int(request), None)
     return total
 
 
@@ -295,7 +296,7 @@ def explain_all(run: RunData, metrics: Sequence[str] = METRICS, quantile: float 
     if plans.is_file() and (run.requests["preemptions"] > 0).any():
         import pyarrow.parquet as pq
 
-        columns = ["schedule_s", "commit_s", "chunks", "preempted"]
+        columns = ["replica", "schedule_s", "commit_s", "chunks", "preempted"]
         preempted_s = preempted_seconds(pq.read_table(plans, columns=columns).to_pylist())
     return {metric: rank(attribute(run, metric, curves=curves, preempted_s=preempted_s), quantile) for metric in metrics}
 

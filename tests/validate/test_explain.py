@@ -91,14 +91,38 @@ def test_preemption_is_estimated_from_missing_tokens_and_exact_from_plans(make_r
 
 
 def test_preempted_seconds_run_until_recomputation_ends():
-    plans = [
+    own = [
         {"schedule_s": 0.0, "commit_s": 1.0, "chunks": [(1, 16)], "preempted": []},
         {"schedule_s": 1.0, "commit_s": 2.0, "chunks": [], "preempted": [1]},
-        {"schedule_s": 2.0, "commit_s": 3.0, "chunks": [{"request_id": 1, "new_tokens": 8}], "preempted": []},
-        {"schedule_s": 3.0, "commit_s": 4.0, "chunks": [{"request_id": 1, "new_tokens": 8}], "preempted": []},
-        {"schedule_s": 4.0, "commit_s": 5.0, "chunks": [], "preempted": []},
+        {"schedule_s": 2.0, "commit_s": 3.0, "chunks": [(1, 8)], "preempted": []},
+        {"schedule_s": 3.0, "commit_s": 4.0, "chunks": [(1, 8)], "preempted": []},
+        {"schedule_s": 4.0, "commit_s": 5.0, "chunks": [], "preempted": [1]},
+        {"schedule_s": 5.0, "commit_s": 6.5, "chunks": [(1, 40)], "preempted": []},
     ]
-    assert preempted_seconds(plans) == {1: 3.0}
+    other = {"replica": 1, "schedule_s": 2.5, "commit_s": 3.5, "chunks": [], "preempted": []}  # its plans say nothing about request 1
+    plans = []
+    for plan in own:
+        chunks = [{"request_id": request, "new_tokens": tokens} for request, tokens in plan["chunks"]]
+        plans += [{**plan, "replica": 0, "chunks": chunks}, other]
+    assert preempted_seconds(plans) == {1: pytest.approx(3.0 + 2.5)}
+
+
+def test_the_estimate_of_preemption_meets_the_plans(tmp_path):
+    """A real simulated run under block shortage: time out by counting tokens against time out by the plans themselves."""
+    import pyarrow.parquet as pq
+
+    from serving.scenario import load
+    from sim.run import simulate
+
+    overrides = ["workload.requests=300", "kv_cache.blocks=1200", "workload.arrivals.rate_rps=40"]
+    simulate(load("chat-8b", overrides), out=tmp_path / "run", plans=True)
+    run = read_run(tmp_path / "run")
+    assert run.summary["preemptions"] > 20
+    exact = preempted_seconds(pq.read_table(tmp_path / "run" / "plans.parquet").to_pylist())
+    index = CAUSES.index("preemption")
+    truth, guess = attribute(run, preempted_s=exact).parts_s, attribute(run).parts_s
+    assert guess[:, index].sum() == pytest.approx(truth[:, index].sum(), rel=0.25)
+    assert set(exact) == set(run.requests["request_id"][run.requests["preemptions"] > 0])
 
 
 def test_transfer_column_is_its_own_cause(make_run):

@@ -57,7 +57,7 @@ def duration_axis(title: str, low_ms: float, high_ms: float) -> dict[str, Any]:
     digits = (1, 1.5, 2, 3, 5, 7) if high - low < 0.9 else (1, 2, 5) if high - low < 2.0 else (1,)
     ticks = [digit * 10.0**decade for decade in range(math.floor(low) - 1, math.ceil(high) + 1) for digit in digits]
     room = 0.04 * (high - low) + 0.02
-    return axis(title, type="log", range=[low - room, high + room], tickvals=ticks, ticktext=[_in_words(tick) for tick in ticks], zeroline=False)
+    return axis(title, type="log", range=[low - room, high + 2 * room], tickvals=ticks, ticktext=[_in_words(tick) for tick in ticks], zeroline=False)
 
 
 def _in_words(value_ms: float) -> str:
