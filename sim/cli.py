@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +35,7 @@ def run(
     stepwise: Annotated[bool, typer.Option("--stepwise", help="One event per step: slow, and exactly equal.")] = False,
     audit: Annotated[float, typer.Option(metavar="P", help="Re-plan this fraction of the skipped steps, to catch a policy that breaks its word.")] = 0.0,
     no_records: Annotated[bool, typer.Option("--no-records", help="Write no table of requests and steps.")] = False,
+    trace_out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Perfetto/Chrome timeline of the run (.gz compresses).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json instead of the table.")] = False,
 ) -> None:
     """Simulate a scenario and print what its users saw."""
@@ -40,6 +44,8 @@ def run(
 
     if not 0 <= audit <= 1:
         raise InputError("--audit", f"{audit:g} is no fraction between 0 and 1")
+    if trace_out is not None and no_records:
+        raise InputError("--trace-out", "draws what --no-records leaves out", "give one of the two")
     loaded = load(scenario, overrides or (), seed, trace)
     if out is not None:
         refuse_unless_replaceable(out)
@@ -47,9 +53,13 @@ def run(
     from sim.run import simulate  # last: a mistake above is told without waiting for it
 
     spare_the_collector()
-    with ProgressBar() as bar:
+    with ProgressBar() as bar, _records_at(out, trace_out) as folder:
         progress = bar if sys.stderr.isatty() else None
-        result = simulate(loaded, out=out, records=not no_records, stepwise=stepwise, audit=audit, progress=progress)
+        result = simulate(loaded, out=folder, records=not no_records, stepwise=stepwise, audit=audit, progress=progress)
+        if trace_out is not None:
+            from sim.trace_out import write_run_trace
+
+            write_run_trace(folder, trace_out)
     if as_json:
         sys.stdout.write(summary_json(result.summary))
     else:
@@ -59,6 +69,16 @@ def run(
     if result.partial:
         print("interrupted: these are the figures so far" + (f"; {out} is marked partial" if out else ""), file=sys.stderr)
         raise typer.Exit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _records_at(out: Path | None, trace_out: Path | None) -> Iterator[Path | None]:
+    """Yield where the run goes: a folder that lives as long as needed when only its timeline is wanted."""
+    if out is not None or trace_out is None:
+        yield out
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "run"
 
 
 def list_names(kind: Annotated[str, typer.Argument(help="What to list: " + ", ".join(LISTS) + ".")]) -> None:

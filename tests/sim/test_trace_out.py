@@ -140,3 +140,15 @@ def test_a_recorded_run(tmp_path):
     assert len([event for event in events if event["ph"] == "b" and event["name"].startswith("request")]) == 60
     with pytest.raises(InputError, match="does not exist"):
         write_run_trace(tmp_path / "none", tmp_path / "t.json")
+
+
+def test_the_command_writes_it_with_and_without_a_run_directory(tmp_path, capsys):
+    import twinserve
+
+    short = ["run", "chat-8b", "--set", "workload.requests=20"]
+    assert twinserve.main([*short, "--trace-out", str(tmp_path / "a.json")]) == 0
+    assert twinserve.main([*short, "--out", str(tmp_path / "run"), "--trace-out", str(tmp_path / "b.json")]) == 0
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert len(check(json.loads((tmp_path / "a.json").read_text()))) > 100
+    assert twinserve.main([*short, "--no-records", "--trace-out", str(tmp_path / "c.json")]) == 2
+    assert "--trace-out" in capsys.readouterr().err
