@@ -1,8 +1,9 @@
-"""Makes the drivers of the simulator's tests importable here: a scheduler is best tested by making it serve."""
+"""Makes helper modules importable under every import mode of pytest: those here, and the drivers of the simulator's tests."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "sim"))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "sim")]
