@@ -164,6 +164,11 @@ class Metrics:
         self._kept = [table]
         return {name: table[:, i].copy() if name.endswith("_s") else table[:, i].astype(np.int64) for i, name in enumerate(Row._fields)}
 
+    def met_and_measured(self) -> dict[str, tuple[int, int]]:
+        """By class, so far: requests that met all their objectives, and requests that were measured."""
+        self._flush_rows()
+        return {name: (int(m), int(n)) for name, m, n in zip(self.class_names, self._met_by_class, self._measured_by_class)}
+
     def summary(self, *, scenario: str, seed: int, totals: FleetTotals, load_factor: float | None = None) -> dict:
         """Return the contents of ``summary.json``. Call it once, at the end: it closes the measured window."""
         self._flush_rows()

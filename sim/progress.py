@@ -12,9 +12,10 @@ _PATIENCE_S = 1.0  # wall time before anything is shown
 
 
 class ProgressBar:
-    """Call it with (requests finished, requests expected or None) as often as you like; a context manager removes the bar."""
+    """Call it with (requests or points finished, how many are expected or None) as often as you like; a context manager removes the bar."""
 
-    def __init__(self) -> None:
+    def __init__(self, doing: str = "simulating", unit: str = "requests") -> None:
+        self._doing, self._unit = doing, unit
         self._started_s = time.monotonic()
         self._bar: Progress | None = None
 
@@ -23,8 +24,8 @@ class ProgressBar:
         if self._bar is None and time.monotonic() - self._started_s < _PATIENCE_S:
             return
         if self._bar is None:
-            self._bar = _bar()
-            self._task = self._bar.add_task("simulating", total=expected)
+            self._bar = _bar(self._unit)
+            self._task = self._bar.add_task(self._doing, total=expected)
             self._bar.start()
         self._bar.update(self._task, completed=finished, total=expected)
 
@@ -36,9 +37,9 @@ class ProgressBar:
             self._bar.stop()
 
 
-def _bar() -> Progress:
+def _bar(unit: str) -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("requests"), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)

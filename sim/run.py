@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from serving.clients import start_clients
+from serving.clients import OpenLoop, start_clients
 from serving.errors import InputError
-from serving.metrics import FleetTotals
+from serving.metrics import FleetTotals, Metrics
 from serving.recording import Recording
 from serving.records import RunWriter
+from serving.request import Arrival
 from serving.scenario import Scenario
-from serving.scenario.workload import Trace
 from sim.bottleneck import Fleet, fleet_of
 from sim.cluster import Cluster
 from sim.disaggregation import Disaggregated
@@ -22,7 +22,9 @@ from sim.fleet import Parts, build_fleet, new_metrics, resolve_fleet
 from sim.saturation import saturated_fleet_rps
 
 Progress = Callable[[int, int | None], None]
+Stop = Callable[[Metrics], bool]
 _PROGRESS_EVERY = 1024  # arrivals
+_STOP_EVERY = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,58 +40,60 @@ class RunResult:
 def simulate(
     scenario: Scenario,
     *,
-    trace: Path | None = None,
     out: Path | None = None,
     records: bool = True,
     plans: bool = False,
     stepwise: bool = False,
     audit: float = 0.0,
     progress: Progress | None = None,
+    arrivals: Iterable[Arrival] | None = None,
+    stop: Stop | None = None,
+    saturated_rps: float | None = None,
 ) -> RunResult:
     """Run ``scenario`` to its end and return what its users saw; with ``out``, also write the run directory.
 
-    ``trace`` replaces the workload's arrivals and lengths by a recorded file. ``records`` keeps tables of requests and steps (only
-    with ``out``); ``plans`` adds every decision. ``stepwise`` takes one event per step and changes no result. ``audit`` is the
-    fraction of skipped steps that are planned again to check the batching policy's promises. Ctrl-C ends the run early: the
-    result is then ``partial`` and its directory marked so. Raises InputError for whatever is wrong with the scenario, before
-    anything is written.
+    ``records`` keeps tables of requests and steps (only with ``out``); ``plans`` adds every decision. ``stepwise`` takes one event
+    per step and changes no result. ``audit`` is the fraction of skipped steps that are planned again to check the batching
+    policy's promises. Ctrl-C ends the run early: the result is then ``partial`` and its directory marked so. Raises InputError
+    for whatever is wrong with the scenario, before anything is written.
     """
-    if trace is not None:
-        scenario = _with_trace(scenario, trace)
     parts = resolve_fleet(scenario)
-    first = next(iter(parts.values()))
     records = records and out is not None
     metrics = new_metrics(scenario, keep_rows=records)
+    saturation = _Saturation(parts)
     skipped: dict[str, int] = {}
     with _writer(out, records, plans) as writer:
-        recording = Recording(writer.steps, writer.plans, getattr(first.latency, "path", None)) if writer is not None and (records or plans) else None
-        cluster = build_fleet(scenario, parts, metrics, stepwise=stepwise, audit=audit, recording=recording)
-        saturation = _Saturation(parts)
+        cluster = build_fleet(scenario, parts, metrics, stepwise=stepwise, audit=audit, recording=_recording(writer, parts))
         start_clients(
-            cluster, scenario.workload, seed=scenario.seed, block_tokens=scenario.kv_cache.block_tokens, max_model_len=min(part.max_model_len for part in parts.values()),
-            prefix_caching=scenario.kv_cache.prefix_caching, saturation_rps=saturation, slo=scenario.slo, skipped=skipped,
+            cluster, scenario.workload, seed=scenario.seed, block_tokens=scenario.kv_cache.block_tokens, saturation_rps=saturation,
+            max_model_len=min(part.max_model_len for part in parts.values()), prefix_caching=scenario.kv_cache.prefix_caching,
+            slo=scenario.slo, skipped=skipped,
         )  # fmt: skip
-        partial = not _run_to_end(cluster, scenario, progress)
-        summary = metrics.summary(
-            scenario=scenario.name, seed=scenario.seed, totals=_totals(cluster, parts), load_factor=_load_factor(cluster, scenario, saturation)
-        )
+        partial = not _run_to_end(cluster, scenario, progress, stop and (lambda: stop(metrics)))
+        load_factor = _load_factor(cluster, scenario, saturation)
+        summary = metrics.summary(scenario=scenario.name, seed=scenario.seed, totals=_totals(cluster, parts), load_factor=load_factor)
         if writer is not None:
             writer.publish(
-                scenario=scenario.resolved(), seed=scenario.seed, device="simulated " + " + ".join(dict.fromkeys(part.gpu.name for part in parts.values())), summary=summary,
+                scenario=scenario.resolved(), seed=scenario.seed, device=_device(parts), summary=summary,
                 requests=metrics.columns() if records else None, class_names=metrics.class_names, partial=partial,
             )  # fmt: skip
+    return RunResult(summary, _fleet(scenario, parts, len(cluster.replicas)), partial, skipped)
+
+
+def _recording(writer: RunWriter | None, parts: dict[str, Parts]) -> Recording | None:
+    if writer is None or (writer.steps is None and writer.plans is None):
+        return None
+    return Recording(writer.steps, writer.plans, getattr(next(iter(parts.values())).latency, "path", None))
+
+
+def _device(parts: dict[str, Parts]) -> str:
+    return "simulated " + " + ".join(dict.fromkeys(part.gpu.name for part in parts.values()))
+
+
+def _fleet(scenario: Scenario, parts: dict[str, Parts], replicas: int) -> Fleet:
+    first = next(iter(parts.values()))
     kv_tokens = first.capacity.usable_blocks * scenario.kv_cache.block_tokens
-    fleet = replace(fleet_of(scenario, first.llm, first.gpu, kv_tokens=kv_tokens), replicas=len(cluster.replicas))
-    return RunResult(summary, fleet, partial, skipped)
-
-
-def _with_trace(scenario: Scenario, trace: Path) -> Scenario:
-    if not trace.is_file():
-        raise InputError(str(trace), "is a folder, not a trace" if trace.is_dir() else "no such file")
-    path = str(trace.resolve())
-    old = scenario.workload.trace
-    replaced = Trace(file=path) if old is None else old.model_copy(update={"file": path, "format": None})
-    return scenario.model_copy(update={"workload": scenario.workload.model_copy(update={"trace": replaced})})
+    return replace(fleet_of(scenario, first.llm, first.gpu, kv_tokens=kv_tokens), replicas=replicas)
 
 
 @contextlib.contextmanager
@@ -101,12 +105,19 @@ def _writer(out: Path | None, records: bool, plans: bool) -> Iterator[RunWriter 
         yield writer
 
 
+def _start(cluster: Cluster | Disaggregated, arrivals: Iterable[Arrival] | None, **arguments: Any) -> None:
+    if arrivals is None:
+        start_clients(cluster, **arguments)
+    else:
+        OpenLoop(cluster, iter(arrivals))
+
+
 class _Saturation:
     """The saturated rate, measured at most once and only if somebody asks."""
 
-    def __init__(self, parts: dict[str, Parts]) -> None:
+    def __init__(self, parts: dict[str, Parts], known: float | None) -> None:
         self._parts = parts
-        self._measured: list[float | None] = []
+        self._measured: list[float | None] = [] if known is None else [known]
 
     def __call__(self) -> float:
         """Requests per second of the whole fleet; InputError when the workload is too small to tell."""
@@ -122,29 +133,33 @@ class _Saturation:
         return self._measured[0]
 
 
-def _run_to_end(cluster: Cluster | Disaggregated, scenario: Scenario, progress: Progress | None) -> bool:
-    """Run until nothing is left to do; False when interrupted."""
-    expected = scenario.workload.requests
+def _run_to_end(cluster: Cluster | Disaggregated, scenario: Scenario, progress: Progress | None, stop: Callable[[], bool] | None) -> bool:
+    """Run until nothing is left to do; False when interrupted or stopped."""
     try:
-        if progress is None:
+        if progress is None and stop is None:
             cluster.env.run()
-        else:
-            _run_with_progress(cluster, expected, progress)
+        elif not _run_watched(cluster, scenario.workload.requests, progress, stop):
+            return False
         cluster.drain()
     except KeyboardInterrupt:
         return False
     return True
 
 
-def _run_with_progress(cluster: Cluster | Disaggregated, expected: int | None, progress: Progress) -> None:
-    """As ``env.run``, telling every so many events how far it is."""
+def _run_watched(cluster: Cluster | Disaggregated, expected: int | None, progress: Progress | None, stop: Callable[[], bool] | None) -> bool:
+    """As ``env.run``, telling every so many events how far it is, or asking whether to go on; False when stopped."""
     step, queue = cluster.env.step, cluster.env._queue
+    every = _PROGRESS_EVERY if stop is None else _STOP_EVERY
     while queue:
-        for _ in range(_PROGRESS_EVERY):
+        for _ in range(every):
             step()
             if not queue:
                 break
-        progress(cluster.arrived, expected)
+        if progress is not None:
+            progress(cluster.arrived, expected)
+        if stop is not None and stop():
+            return False
+    return True
 
 
 def _totals(cluster: Cluster | Disaggregated, parts: dict[str, Parts]) -> FleetTotals:
