@@ -56,16 +56,19 @@ def simulate(
     per step and changes no result. ``audit`` is the fraction of skipped steps that are planned again to check the batching
     policy's promises. Ctrl-C ends the run early: the result is then ``partial`` and its directory marked so. Raises InputError
     for whatever is wrong with the scenario, before anything is written.
+
+    For studies: ``arrivals`` replaces the workload's own (in order of time), ``stop`` is asked every few hundred arrivals whether
+    the answer is known already (the result is then ``partial``), ``saturated_rps`` is the fleet's if it was measured before.
     """
     parts = resolve_fleet(scenario)
     records = records and out is not None
     metrics = new_metrics(scenario, keep_rows=records)
-    saturation = _Saturation(parts)
+    saturation = _Saturation(parts, saturated_rps)
     skipped: dict[str, int] = {}
     with _writer(out, records, plans) as writer:
         cluster = build_fleet(scenario, parts, metrics, stepwise=stepwise, audit=audit, recording=_recording(writer, parts))
-        start_clients(
-            cluster, scenario.workload, seed=scenario.seed, block_tokens=scenario.kv_cache.block_tokens, saturation_rps=saturation,
+        _start(
+            cluster, arrivals, workload=scenario.workload, seed=scenario.seed, block_tokens=scenario.kv_cache.block_tokens, saturation_rps=saturation,
             max_model_len=min(part.max_model_len for part in parts.values()), prefix_caching=scenario.kv_cache.prefix_caching,
             slo=scenario.slo, skipped=skipped,
         )  # fmt: skip
