@@ -77,7 +77,8 @@ class Scheduler:
         if refusal is not None:
             return refusal
         self.submitted += 1
-        keys = request.prefix_hashes if request.prefix_hashes and self.pool.prefix_caching else None
+        named = self.pool.prefix_caching and (request.prefix_hashes or request.generated_hash_seed is not None)
+        keys = request.prefix_hashes if named else None
         seq = Sequence(request, self.policies.ordering.key(request, self), keys, self.pool.root)
         self._live[request.request_id] = seq
         self._enqueue(seq)

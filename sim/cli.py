@@ -60,6 +60,8 @@ def run(
             from sim.trace_out import write_run_trace
 
             write_run_trace(folder, trace_out)
+    for reason, count in result.skipped.items():
+        print(f"note: {count:,} rows of the trace were left out: {reason}", file=sys.stderr)
     if as_json:
         sys.stdout.write(summary_json(result.summary))
     else:

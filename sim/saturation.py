@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 
 from serving.request import Arrival
@@ -26,14 +27,14 @@ def saturated_rps(parts: Parts, role: str = "replicas") -> float | None:
     """
     from serving.scenario import PolicySpec
     from serving.scenario.arrivals import AllAtOnce
-    from serving.workload import open_arrivals
+    from serving.workload import conversations
 
     scenario = parts.scenario
     workload = scenario.workload
     if workload.trace is None:
-        saturating = workload.model_copy(update={"arrivals": AllAtOnce(process="all_at_once"), "requests": SAMPLE, "duration_s": None, "sessions": None})
+        saturating = workload.model_copy(update={"arrivals": AllAtOnce(process="all_at_once"), "requests": SAMPLE, "duration_s": None})
     else:
-        saturating = workload.model_copy(update={"trace": workload.trace.model_copy(update={"turn_timing": "recorded"})})
+        saturating = workload
     policy = scenario.policy.model_copy(update={"admission": PolicySpec(name="fits", where="policy.admission")})
     alone = scenario.model_copy(update={"policy": policy})
     one = Parts(alone, parts.llm, parts.gpu, parts.capacity, parts.latency, parts.max_model_len)
@@ -41,11 +42,12 @@ def saturated_rps(parts: Parts, role: str = "replicas") -> float | None:
     replica = cluster.replicas[0]
     finishes: list[float] = []
     replica.on_finish = lambda request_id, time_s, status: finishes.append(time_s) if time_s > 0 else None
-    arrivals = open_arrivals(
+    sessions = conversations(
         saturating, seed=scenario.seed, block_tokens=scenario.kv_cache.block_tokens, max_model_len=parts.max_model_len,
         prefix_caching=scenario.kv_cache.prefix_caching, slo=scenario.slo,
     )  # fmt: skip
-    backlog = [Arrival(request._replace(arrival_s=0.0), tokens) for (request, tokens), _ in zip(arrivals, range(SAMPLE))]
+    turns = itertools.islice((turn.arrival for session in sessions for turn in session.turns), SAMPLE)
+    backlog = [Arrival(request._replace(arrival_s=0.0), output_tokens) for request, output_tokens in turns]
     if role == "decode":
         _land_all(cluster, [arrival for arrival in backlog if arrival.output_tokens > 1])
     else:

@@ -26,7 +26,8 @@ from serving.scenario.fields import (
 )
 from serving.scenario.workload import Workload
 
-Dtype = Literal["auto", "bf16", "fp16", "fp8", "int8", "int4", "fp4"]
+WeightDtype = Literal["auto", "bf16", "fp16", "fp8", "int8", "int4", "mxfp4", "nvfp4"]
+KvDtype = Literal["auto", "bf16", "fp16", "fp8", "int8", "int4"]
 
 
 class Pool(BaseModel):
@@ -52,7 +53,7 @@ class Cluster(BaseModel):
     replicas: Annotated[int, Field(strict=True, ge=1, le=100_000)] = 1
     tensor_parallel: Annotated[int, Field(strict=True, ge=1, le=1024, description="GPUs that share each layer")] = 1
     pipeline_parallel: Annotated[int, Field(strict=True, ge=1, le=1024, description="stages of layers")] = 1
-    weight_dtype: Annotated[Dtype, Field(description="auto: as the catalogue says")] = "auto"
+    weight_dtype: Annotated[WeightDtype, Field(description="auto: as the catalogue says")] = "auto"
     pools: Annotated[tuple[Pool, ...], Field(description="one of each role, instead of replicas")] = ()
     topology: Annotated[CatalogueName | None, Field(description="a catalogue name (twinserve list topologies) or a path")] = None
     nodes: Annotated[int | None, Field(strict=True, ge=1, le=100_000, description="copies of the topology's node; null: as it says")] = None
@@ -84,7 +85,7 @@ class KvCache(BaseModel):
     ] = 0.90
     prefix_caching: Switch = True
     blocks: Annotated[Count | None, Field(description="blocks per replica, the reserved one included; overrides the memory model")] = None
-    dtype: Annotated[Dtype, Field(description="of the KV entries; auto: as the weights compute")] = "auto"
+    dtype: Annotated[KvDtype, Field(description="of the KV entries; auto: as the weights compute")] = "auto"
 
 
 class Batching(BaseModel):
@@ -188,11 +189,11 @@ class Slo(BaseModel):
 
 
 class Measure(BaseModel):
-    """Which requests are measured: those that arrive in the middle, warm-up and cool-down left out."""
+    """Which requests are measured: those that arrive between the warm-up and the cool-down."""
 
     model_config = STRICT
-    warmup_s: Annotated[NotNegative, Field(description="seconds after the first arrival that are left out")] = 0.0
-    cooldown_s: Annotated[NotNegative, Field(description="seconds before the last arrival that are left out")] = 0.0
+    warmup_s: Annotated[NotNegative, Field(description="requests that arrive before this are left out (seconds)")] = 0.0
+    cooldown_s: Annotated[NotNegative, Field(description="requests that arrive in the last seconds of the run are left out")] = 0.0
 
 
 class Scenario(BaseModel):

@@ -12,21 +12,23 @@ from serving.request import Request
 class PrefixAffinity:
     """Score of a replica: ``cached tokens it should hold − load_weight × outstanding tokens``; the highest wins.
 
-    The router remembers which replica each prefix block went to (the latest ``memory_blocks`` of them): what it believes to be
-    cached, not what is. With a load term a popular prefix spreads to a second replica once its first is busy.
+    The router remembers which replicas (the latest four) each prefix went to, at every ``stride_blocks``-th block, the latest
+    ``memory_keys`` of them: what it believes to be cached, not what is. With a load term a popular prefix spreads to a second
+    replica once its first is busy.
     """
 
     needs_load = True
 
-    def __init__(self, *, load_weight: float = 0.5, memory_blocks: int = 1_000_000, signal_age_s: float = 0.0) -> None:
+    def __init__(self, *, load_weight: float = 0.5, memory_keys: int = 1_000_000, stride_blocks: int = 8, signal_age_s: float = 0.0) -> None:
         if not load_weight >= 0:
             raise InputError("load_weight", f"must not be negative, got {load_weight}")
-        if memory_blocks < 1:
-            raise InputError("memory_blocks", f"must be at least 1, got {memory_blocks}")
+        if memory_keys < 1 or stride_blocks < 1:
+            raise InputError("memory_keys", f"memory_keys and stride_blocks must be at least 1, got {memory_keys} and {stride_blocks}")
         if not signal_age_s >= 0:
             raise InputError("signal_age_s", f"must not be negative, got {signal_age_s}")
         self.load_weight = load_weight
-        self.memory_blocks = memory_blocks
+        self.memory_keys = memory_keys
+        self.stride_blocks = stride_blocks
         self.signal_age_s = signal_age_s
         self._served: OrderedDict = OrderedDict()  # prefix key -> replicas that served it, the latest last
 
@@ -46,17 +48,29 @@ class PrefixAffinity:
         return best
 
     def _believed(self, keys: tuple) -> dict[int, int]:
-        """Blocks of this prefix that each replica should hold, most recent replicas first."""
+        """Blocks of this prefix that each remembered replica should hold."""
         held: dict[int, int] = {}
-        for depth in range(len(keys), 0, -1):
-            for replica in reversed(self._served.get(keys[depth - 1], ())):
-                held.setdefault(replica, depth)
+        for depth in _depths(len(keys), self.stride_blocks):
+            replicas = self._served.get(keys[depth - 1])
+            if replicas is None:
+                break  # what follows a block that nobody served was not served either
+            for replica in replicas:
+                held[replica] = depth
         return held
 
     def _remember(self, keys: tuple, replica: int) -> None:
         served = self._served
-        for key in keys:
+        for depth in _depths(len(keys), self.stride_blocks):
+            key = keys[depth - 1]
             replicas = tuple(other for other in served.pop(key, ()) if other != replica)
             served[key] = (*replicas[-3:], replica)
-        while len(served) > self.memory_blocks:
+        while len(served) > self.memory_keys:
             served.popitem(last=False)
+
+
+def _depths(blocks: int, stride: int) -> list[int]:
+    """The depths that are remembered: every ``stride`` blocks, and the whole."""
+    depths = list(range(stride, blocks + 1, stride))
+    if blocks % stride:
+        depths.append(blocks)
+    return depths
