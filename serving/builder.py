@@ -43,7 +43,7 @@ class PlanBuilder:
         self.seats_left = 0
         self.waiting = 0  # requests that wait and have not been bypassed in this plan
         self.decodes = 0  # sequences that are ready to decode
-        self.whole_prompts = False  # a policy that never cuts a prompt sets this
+        self.whole_prompts = False  # a policy that never cuts a prompt, and whose token budget is for prompts only, sets this
 
     # -- life of a plan -------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,8 @@ class PlanBuilder:
         scheduler.context += count
         plan.decodes = count
         plan.decode_context_tokens = scheduler.context
-        self.tokens_left -= count
+        if not self.whole_prompts:
+            self.tokens_left -= count
         return 0
 
     def add_chunk(self, seq: Sequence, tokens: int | None = None) -> int:

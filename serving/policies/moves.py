@@ -22,7 +22,7 @@ def evict_for_urgent(batch: PlanBuilder, *, beside_decodes: bool = True) -> tupl
     if open_s > batch.now_s:
         return 0, open_s
     urgent, blocks, from_s = 0, 0, math.inf
-    tokens = batch.tokens_left - batch.decodes if beside_decodes else batch.tokens_left
+    tokens = batch.tokens_left - batch.decodes if beside_decodes and not batch.whole_prompts else batch.tokens_left
     while tokens > 0:
         head = batch.head()
         if head is None or head in batch.plan.preempted:
@@ -90,6 +90,8 @@ def continue_prefills(batch: PlanBuilder) -> bool:
     work that this plan already holds is never taken back.
     """
     for seq in list(batch.partials):
+        if seq in batch.plan.admitted:
+            continue  # urgent, and it has its chunk
         taken = batch.add_chunk(seq)
         if taken < 0:
             while taken < 0 and batch.plan.empty:

@@ -18,6 +18,5 @@ class WholePrompt:
 
     def plan(self, batch: PlanBuilder) -> None:
         """Fill one step."""
-        batch.tokens_left += batch.decodes
         batch.whole_prompts = True
         self._mixed.plan(batch)
