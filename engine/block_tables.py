@@ -9,8 +9,6 @@ On CPU the device table *is* the host table. On CUDA changed entries are collect
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,7 +30,7 @@ class BlockTables:
         self._rows: dict[int, int] = {}
         self._changed: list[tuple[int, int, int]] | None = None if on_host else []  # (row, first column, end column)
 
-    def row(self, request_id: int, blocks: Sequence[int]) -> int:
+    def row(self, request_id: int, blocks: list[int]) -> int:
         """Return the request's row, brought up to date with its ``blocks``.
 
         A table normally only grows; one that is shorter than known or differs in the last blocks known (drafts rolled back) is rewritten.
@@ -44,14 +42,15 @@ class BlockTables:
                 raise RuntimeError(f"request {request_id}: all {len(self._lengths) - 1} block-table rows are taken")
             row = self._rows[request_id] = self._free.pop()
             self._lengths[row], self._tails[row] = 0, []
-        known, length = self._lengths[row], len(blocks)
-        if length < known or self._tails[row] != list(blocks[max(0, known - COMPARED) : known]):
+        known, tail = self._lengths[row], self._tails[row]
+        if len(blocks) == known and blocks[-COMPARED:] == tail:
+            return row
+        if blocks[max(0, known - COMPARED) : known] != tail:
             known = 0
-        if length != self._lengths[row] or known == 0:
-            self.host[row, known:length] = blocks[known:]
-            if self._changed is not None:
-                self._changed.append((row, known, length))
-            self._lengths[row], self._tails[row] = length, list(blocks[-COMPARED:])
+        self.host[row, known : len(blocks)] = blocks[known:]
+        if self._changed is not None:
+            self._changed.append((row, known, len(blocks)))
+        self._lengths[row], self._tails[row] = len(blocks), blocks[-COMPARED:]
         return row
 
     def release(self, request_id: int) -> None:

@@ -10,6 +10,8 @@ buffers take turns, so that a step can be prepared while the copy of the one bef
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +34,15 @@ class StepLayout(NamedTuple):
     row_owner: list[int]  # index into ``sequences`` of each sampled row
     row_positions: np.ndarray  # position of the token that each sampled row produces
     errors: dict[int, str]
+
+
+class Flat(NamedTuple):
+    """Columns of a step's sequences, int64 [S]: new tokens, tokens before them, table rows, sampled rows."""
+
+    counts: np.ndarray
+    starts: np.ndarray
+    rows: np.ndarray
+    wanted: np.ndarray
 
 
 class InputBuffers:
@@ -59,40 +70,46 @@ class InputBuffers:
             event.synchronize()
         for request_id in batch.released:
             tables.release(request_id)
-        errors = self._bad_tokens(batch)
-        sequences = [seq for seq in batch.sequences if seq.request_id not in errors] if errors else batch.sequences
-        singles = [seq for seq in sequences if len(seq.tokens) == 1]
-        longer = [seq for seq in sequences if len(seq.tokens) != 1]
-        ordered, decodes = singles + longer, len(singles)
+        errors = self._bad_tokens(batch.sequences)
+        sequences = [seq for seq in batch.sequences if seq.request_id not in errors] if errors else list(batch.sequences)
+        counts = [len(seq.tokens) for seq in sequences]
+        if counts and max(counts) > 1:
+            sequences.sort(key=lambda seq: len(seq.tokens) > 1)  # stable: decodes first, else as given
+            counts = [len(seq.tokens) for seq in sequences]
+        decodes = counts.count(1)
+        # Transposed in C: a loop over hundreds of sequences per column would cost as much as the scheduler.
+        ids, tokens, start, blocks, wanted, _ = zip(*sequences) if sequences else ((),) * 6
+        rows = list(map(tables.row, ids, blocks))
+        flat = Flat(np.array(counts, dtype=np.int64), np.array(start, dtype=np.int64), np.array(rows, dtype=np.int64), np.array(wanted, dtype=np.int64))
         host = self._hosts[self._turn]
-        counts = np.array([len(seq.tokens) for seq in ordered], dtype=np.int64)
-        starts = np.array([seq.start for seq in ordered], dtype=np.int64)
-        rows = np.array([tables.row(seq.request_id, seq.block_table) for seq in ordered], dtype=np.int64)
-        tokens = self._fill_tokens(host, ordered, counts, starts, rows, tables)
-        host["rows"][: len(ordered)] = rows
-        host["context"][: len(ordered)] = starts + counts
-        host["starts"][0] = 0
-        np.cumsum(counts[decodes:], out=host["starts"][1 : len(longer) + 1])
-        owner, positions = _fill_selected(host, ordered, counts, starts, rows)
-        chunks = tuple((len(seq.tokens), seq.start) for seq in longer)
-        longest = int(starts[:decodes].max()) + 1 if decodes else 0
-        return StepLayout(ordered, decodes, chunks, tokens, longest, owner, positions, errors)
+        total = self._fill_tokens(host, list(chain.from_iterable(tokens)), flat, tables)
+        host["rows"][: len(rows)] = rows
+        host["context"][: len(rows)] = flat.starts + flat.counts
+        np.cumsum(flat.counts[decodes:], out=host["starts"][1 : len(rows) - decodes + 1])
+        owner, positions = _fill_selected(host, flat)
+        chunks = tuple(zip(counts[decodes:], start[decodes:]))
+        longest = max(start[:decodes], default=-1) + 1
+        return StepLayout(sequences, decodes, chunks, total, longest, owner, positions, errors)
 
-    def _bad_tokens(self, batch: StepInput) -> dict[int, str]:
-        flat = [token for seq in batch.sequences for token in seq.tokens]
-        if not flat or (min(flat) >= LAST_SAMPLED and max(flat) < self._vocab):
+    def _bad_tokens(self, sequences: Sequence[SequenceInput]) -> dict[int, str]:
+        low, high = LAST_SAMPLED, self._vocab
+        flat = list(chain.from_iterable(seq.tokens for seq in sequences))
+        if not flat or (min(flat) >= low and max(flat) < high):
             return {}
-        bad = [seq for seq in batch.sequences if min(seq.tokens) < LAST_SAMPLED or max(seq.tokens) >= self._vocab]
-        return {seq.request_id: f"a token is outside the vocabulary of {self._vocab}" for seq in bad}
+        bad = [seq for seq in sequences if min(seq.tokens) < low or max(seq.tokens) >= high]
+        return {seq.request_id: f"a token is outside the vocabulary of {high}" for seq in bad}
 
-    def _fill_tokens(self, host: dict, ordered: list[SequenceInput], counts: np.ndarray, starts: np.ndarray, rows: np.ndarray, tables: BlockTables) -> int:
-        total = int(counts.sum())
-        if total > len(host["tokens"]) or len(ordered) > len(host["rows"]):
-            raise RuntimeError(f"a step of {total} tokens and {len(ordered)} sequences exceeds {len(host['tokens'])} and {len(host['rows'])}")
-        ends = counts.cumsum()
-        positions = np.arange(total) - np.repeat(ends - counts - starts, counts)
-        blocks = tables.host[np.repeat(rows, counts), positions // self._block_tokens]
-        host["tokens"][:total] = [token for seq in ordered for token in seq.tokens]
+    def _fill_tokens(self, host: dict, tokens: list[int], flat: Flat, tables: BlockTables) -> int:
+        total = len(tokens)
+        if total > len(host["tokens"]) or len(flat.rows) > len(host["rows"]):
+            raise RuntimeError(f"a step of {total} tokens and {len(flat.rows)} sequences exceeds {len(host['tokens'])} and {len(host['rows'])}")
+        if total == len(flat.rows):  # decodes only
+            positions, rows = flat.starts, flat.rows
+        else:
+            positions = np.arange(total) - np.repeat(flat.counts.cumsum() - flat.counts - flat.starts, flat.counts)
+            rows = np.repeat(flat.rows, flat.counts)
+        blocks = tables.host[rows, positions // self._block_tokens]
+        host["tokens"][:total] = tokens
         host["positions"][:total] = positions
         host["slots"][:total] = blocks * np.int64(self._block_tokens) + positions % self._block_tokens
         return total
@@ -140,16 +157,13 @@ def _views(flat, sizes: dict[str, int]) -> dict:
     return {name: flat[end - size : end] for (name, size), end in zip(sizes.items(), ends)}
 
 
-def _fill_selected(host: dict, ordered: list[SequenceInput], counts: np.ndarray, starts: np.ndarray, rows: np.ndarray) -> tuple[list[int], np.ndarray]:
+def _fill_selected(host: dict, flat: Flat) -> tuple[list[int], np.ndarray]:
     """Fill which token rows are sampled, and the table row that remembers each as the sequence's last token (0: nobody's).
 
     Returns the index of the sequence that owns each sampled row, and the position of the token it produces.
     """
-    wanted = np.array([seq.sampled_rows for seq in ordered], dtype=np.int64)
-    total = int(wanted.sum())
-    owner = np.repeat(np.arange(len(ordered)), wanted)
-    ends = wanted.cumsum()
-    back = np.repeat(ends, wanted) - np.arange(total)  # 1 for a sequence's last row
-    host["selected"][:total] = counts.cumsum()[owner] - back
-    host["targets"][:total] = np.where(back == 1, rows[owner], 0)
-    return owner.tolist(), (starts + counts)[owner] - back + 1
+    owner = np.repeat(np.arange(len(flat.rows)), flat.wanted)
+    back = np.repeat(flat.wanted.cumsum(), flat.wanted) - np.arange(len(owner))  # 1 for a sequence's last row
+    host["selected"][: len(owner)] = flat.counts.cumsum()[owner] - back
+    host["targets"][: len(owner)] = np.where(back == 1, flat.rows[owner], 0)
+    return owner.tolist(), (flat.starts + flat.counts)[owner] - back + 1

@@ -82,14 +82,6 @@ def rope_tables(shape: Architecture, device: torch.device) -> tuple[Tensor, Tens
     return tuple(table.to(torch.float32).to(device) for table in tables)
 
 
-def alibi_slopes(heads: int) -> Tensor:
-    """Return the slope of each head, float32 [heads]: 2^(−8i/n), odd steps of 2n for the heads beyond a power of two (Press et al. 2022)."""
-    power = 2 ** math.floor(math.log2(heads))
-    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
-    return torch.tensor(slopes, dtype=torch.float32)
-
-
 class Decoder:
     """Weights and the forward pass. Holds no cache and no sequence state."""
 

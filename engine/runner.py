@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from engine.architecture import Architecture
-from engine.attention import AttentionGeometry, load
+from engine.attention import geometry, load
 from engine.attention_trace import AttentionTrace
 from engine.block_tables import BlockTables
 from engine.graphs import DecodeGraphs, StepPath, cuda_capture, plain_capture
 from engine.inputs import InputBuffers, StepLayout
 from engine.kv_cache import KvCache
 from engine.logits import LogitsProcessor
-from engine.model import Decoder, DecoderWeights, alibi_slopes
+from engine.model import Decoder, DecoderWeights
 from engine.ops import load_ops
 from engine.sampling import NOT_FINITE, SamplingParams, request_seeds, sample, uniforms
 from engine.step import StepInput, StepOutput, StepTimes
@@ -56,7 +56,7 @@ class InFlight(NamedTuple):
     tokens: Tensor
     errors: dict[int, str]
     marks: tuple[float, float, float, float]  # host clock: begin, prepared, launched, sampled
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+    events: tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event] | None  # begin, end of the computation, tokens on the host
 
 
 #: The layout that stands for padding alone.
@@ -79,9 +79,7 @@ class Runner:
         self.options = options
         self.device = device
         default = "triton" if device.type == "cuda" else "torch"
-        slopes = alibi_slopes(shape.heads).to(device) if shape.positions == "alibi" else None
-        geometry = AttentionGeometry(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, slopes, options.max_seqs, device)
-        backend = load(options.attention or default, geometry)
+        backend = load(options.attention or default, geometry(shape, options.max_seqs, device))
         self.decoder = Decoder(shape, weights, backend, load_ops(options.ops or default))
         self.cache = KvCache(shape, blocks=options.blocks, block_tokens=options.block_tokens, dtype=dtype, device=device)
         self.tables = BlockTables(options.max_seqs, -(-length // options.block_tokens), device)
@@ -113,8 +111,9 @@ class Runner:
             self.inputs.pad(layout, path.rows)
         self.inputs.send(self.tables)
         prepared = time.perf_counter()
-        events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) if self.device.type == "cuda" else None
-        if events:
+        events = None
+        if self.device.type == "cuda":
+            events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True), torch.cuda.Event())
             events[0].record()
         logits = self._forward(layout, path)
         launched = time.perf_counter()
@@ -122,9 +121,7 @@ class Runner:
         if events:
             events[1].record()
             tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-            events = (*events, arrived)
+            events[2].record()
         return InFlight(layout, path, tokens, layout.errors | errors, (begin, prepared, launched, time.perf_counter()), events)
 
     def collect(self, step: InFlight) -> StepOutput:

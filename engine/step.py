@@ -24,7 +24,7 @@ class SequenceInput(NamedTuple):
     request_id: int
     tokens: Sequence[int]
     start: int
-    block_table: Sequence[int]
+    block_table: list[int]
     sampled_rows: int = 1
     sampling: SamplingParams = GREEDY
 

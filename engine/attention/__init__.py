@@ -1,14 +1,16 @@
-"""Attention back ends by name: ``torch``, ``triton``, or a third party's own as ``module:Class``."""
+"""Attention back ends by name: ``torch``, ``triton``, ``dense`` (whole sequences, offline), or a third party's own as ``module:Class``."""
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from engine.architecture import Architecture
 from engine.attention.batch import AttentionBatch
 from serving.errors import InputError, nearest
 
@@ -23,6 +25,20 @@ class AttentionGeometry(NamedTuple):
     slopes: Tensor | None
     max_decodes: int
     device: torch.device
+
+
+def geometry(shape: Architecture, max_decodes: int, device: torch.device) -> AttentionGeometry:
+    """Return the geometry of a network's attention on ``device``, for at most ``max_decodes`` decodes a step."""
+    slopes = alibi_slopes(shape.heads).to(device) if shape.positions == "alibi" else None
+    return AttentionGeometry(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, slopes, max_decodes, device)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """Return the slope of each head, float32 [heads]: 2^(−8i/n), odd steps of 2n for the heads beyond a power of two (Press et al. 2022)."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+    return torch.tensor(slopes, dtype=torch.float32)
 
 
 class AttentionBackend(Protocol):
@@ -45,7 +61,7 @@ class AttentionBackend(Protocol):
         ...
 
 
-def load(name: str, geometry: AttentionGeometry, where: str = "engine.attention") -> AttentionBackend:
+def load(name: str, built_for: AttentionGeometry, where: str = "engine.attention") -> AttentionBackend:
     """Build the back end ``name``. Raises InputError for an unknown name, or a module or class that cannot be imported."""
     target = BACKENDS.get(name, name)
     module, _, attribute = target.partition(":")
@@ -55,10 +71,11 @@ def load(name: str, geometry: AttentionGeometry, where: str = "engine.attention"
         factory: Callable[[AttentionGeometry], AttentionBackend] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise InputError(where, f"'{name}' cannot be loaded: {error}") from None
-    return factory(geometry)
+    return factory(built_for)
 
 
 BACKENDS: dict[str, str] = {
+    "dense": "engine.attention.dense_backend:DenseAttention",
     "torch": "engine.attention.torch_backend:TorchAttention",
     "triton": "engine.attention.triton_backend:TritonAttention",
 }

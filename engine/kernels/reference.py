@@ -107,3 +107,10 @@ def prefill_attention(
     positions = torch.arange(before, tokens, device=q.device)[None]
     k, v = _gather(key_cache, table_row[None], tokens), _gather(value_cache, table_row[None], tokens)
     return _attend(q[None], k.to(q.dtype), v.to(q.dtype), _visible(positions, tokens, window), _alibi(slopes, positions, tokens), scale)[0]
+
+
+def whole_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, slopes: Tensor | None = None) -> Tensor:
+    """Attend a whole sequence, ``q`` [L, H, D] to ``k``, ``v`` [L, K, D], causally; return [L, H, D]."""
+    tokens = q.shape[0]
+    positions = torch.arange(tokens, device=q.device)[None]
+    return _attend(q[None], k[None], v[None], _visible(positions, tokens, window), _alibi(slopes, positions, tokens), scale)[0]

@@ -85,6 +85,19 @@ def test_decode_attention(heads, kv_heads, dim, block_tokens, window, alibi, dty
     assert workspace.splits(3) > 1 or multiprocessors == 1
 
 
+def test_scores_beyond_the_range_of_an_exponential_are_merged_over_splits():
+    g = torch.Generator().manual_seed(3)
+    keys, values, table, k, v = pages(g, sequences=1, context=[90], block_tokens=4, kv_heads=1, dim=16, dtype=torch.float32)
+    q = 150 * torch.randn(1, 2, 16, generator=g)
+    assert (k[0][:, 0] @ q[0, 0].double()).max() / 4 > 200
+    workspace = decode_attention.DecodeWorkspace(1, 2, 1, 16, 8, torch.device("cpu"), decode_attention.DecodeTuning(block_n=16))
+    length = torch.tensor([90], dtype=torch.int32)
+    workspace.cut(length)
+    assert workspace.split_tokens < 90
+    found = decode_attention.decode_attention(q, keys, values, table, torch.zeros(1, dtype=torch.int32), length, workspace, scale=0.25)
+    assert error(found, attend(q[0], k[0], v[0], 89, 0, None)[None]) < 1e-5
+
+
 @pytest.mark.parametrize("heads, kv_heads, dim, block_tokens, window, alibi, dtype", CASES)
 def test_prefill_attention(heads, kv_heads, dim, block_tokens, window, alibi, dtype):
     g = torch.Generator().manual_seed(dim + heads)

@@ -164,6 +164,8 @@ def test_lengths_and_sizes_are_checked():
         runner(max_model_len=4096)
     with pytest.raises(InputError, match="at least 2"):
         runner(blocks=1)
+    with pytest.raises(InputError, match=r"GiB are free \(\d+ blocks fit\)"):
+        runner(blocks=10**13)
     with pytest.raises(InputError, match="did you mean 'triton'"):
         runner(attention="tritn")
     with pytest.raises(RuntimeError, match="exceeds"):
