@@ -8,13 +8,15 @@ The split of a step comes from the run itself: step time is fitted (non-negative
 prefill tokens and sequences, decodes, their context and eager execution. What a step takes beyond 1.25 times its fit is put
 down to the clock (a slow GPU, a throttled clock, another tenant); smaller misfits are spread over the step's other parts.
 
-What the records cannot tell is estimated and named in `ESTIMATED`: without plans, who shared a prefill step (in proportion to
-tokens) and when a preempted request was out (the steps of its decode phase that gave it no token).
+What the records cannot tell is estimated and named in `ESTIMATED`: who shared a prefill step (in proportion to tokens) and, without
+plans, when a preempted request was out (the steps of its decode phase that gave it no token). Where prompts and answers have pools
+of their own, a request's prefill replica is the one that ended a step at its first token, and it was handed over until the first
+of the decode steps that it needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,13 +30,13 @@ LABELS: Mapping[str, str] = {
     "decode": "its own decoding",
     "prefill_interference": "other requests' prefills",
     "preemption": "preempted",
-    "transfer": "KV transfer",
+    "transfer": "hand-over to decode",
     "graph_miss": "outside captured graphs",
     "host_stall": "replica stood idle",
     "clock": "slow clock or GPU",
     "cold_start": "cold start",
 }
-ESTIMATED = ("prefill_interference", "preemption")
+ESTIMATED = ("prefill_interference", "preemption", "transfer")
 CAUSES = tuple(LABELS)
 METRICS = ("ttft_s", "tpot_s", "e2e_s")
 SLOW_STEP = 1.25  # a step this many times its fit is slow: beyond what a linear fit of step time misses by itself
@@ -173,21 +175,32 @@ def _split_prefill(parts: np.ndarray, curves: _Curves, start_s: np.ndarray, end_
     _put(parts, "prefill", rest)  # what is left is its own: exact to rounding, and time past the last recorded step stays somewhere
 
 
-def _split_decode(parts: np.ndarray, curves: _Curves, rows: Columns, preempted_s: np.ndarray | None) -> None:
-    start_s, end_s = rows["first_token_s"], rows["finish_s"]
+def _landed(curves: _Curves, first_token_s: np.ndarray, finish_s: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """When requests began to decode on the replica that they were handed to: ``steps`` decode steps before they finished."""
+    done = np.interp(finish_s, curves.times_s, curves.decode_steps) - steps
+    at = np.clip(np.searchsorted(curves.decode_steps, done + 1e-6, side="right") - 1, 0, len(curves.times_s) - 2)
+    into = done - curves.decode_steps[at]
+    width = curves.decode_steps[at + 1] - curves.decode_steps[at]
+    reach = np.divide(into, width, out=np.zeros(len(at)), where=width > 0) * (curves.times_s[at + 1] - curves.times_s[at])
+    return np.clip(curves.times_s[at] + np.maximum(reach, 0.0), first_token_s, finish_s)
+
+
+def _split_decode(parts: np.ndarray, curves: _Curves, rows: Columns, preempted_s: np.ndarray | None, handed_over: bool) -> None:
+    start_s, end_s, needed = rows["first_token_s"], rows["finish_s"], rows["output_tokens"] - 1
+    if handed_over:
+        landed = np.where((needed > 0) & (rows["preemptions"] == 0), _landed(curves, start_s, end_s, needed), start_s)
+        _put(parts, "transfer", landed - start_s)
+        start_s = landed
     whole = end_s - start_s
     _, prefill, graph, clock, gap, cold = (curves.between(curve, start_s, end_s) for curve in curves.seconds)
     if preempted_s is None:
         steps = curves.between(curves.decode_steps, start_s, end_s)
-        missed = np.divide(steps - (rows["output_tokens"] - 1), steps, out=np.zeros(len(steps)), where=steps > 0)
+        missed = np.divide(steps - needed, steps, out=np.zeros(len(steps)), where=steps > 0)
         preempted_s = np.where(rows["preemptions"] > 0, np.clip(missed, 0, 1) * (whole - gap - cold), 0.0)
-    transfer_s = np.nan_to_num(rows.get("transfer_s", np.zeros(len(whole))))
-    transfer_s = np.clip(transfer_s, 0.0, whole)
-    preempted_s = np.clip(preempted_s, 0.0, whole - transfer_s)
-    present = np.divide(whole - transfer_s - preempted_s, whole, out=np.zeros(len(whole)), where=whole > 0)
+    preempted_s = np.clip(preempted_s, 0.0, whole)
+    present = np.divide(whole - preempted_s, whole, out=np.zeros(len(whole)), where=whole > 0)
     for cause, seconds in (("prefill_interference", prefill), ("graph_miss", graph), ("clock", clock), ("host_stall", gap + cold)):
         _put(parts, cause, present * seconds)
-    _put(parts, "transfer", transfer_s)
     _put(parts, "preemption", preempted_s)
     _put(parts, "decode", present * (whole - prefill - graph - clock - gap - cold))
 
@@ -224,24 +237,49 @@ def attribute(
         raise InputError(str(run.path), "completed no request: there is nothing to explain")
     out_s = None if preempted_s is None else np.array([preempted_s.get(int(i), 0.0) for i in rows["request_id"]])
     parts = np.zeros((len(rows["request_id"]), len(CAUSES)))
-    for replica in np.unique(rows["replica"]):
-        mine = np.flatnonzero(rows["replica"] == replica)
-        if int(replica) not in curves:
-            raise InputError(str(run.path), f"replica {replica} served requests but recorded no step")
-        local = {name: column[mine] for name, column in rows.items()}
-        parts[mine] = _split(metric, curves[int(replica)], local, None if out_s is None else out_s[mine])
+    origin = _prefill_replica(run, rows) if run.pools else rows["replica"]
+    if metric != "tpot_s":
+        for own, mine, local in _by_replica(run, curves, origin, rows):
+            parts[mine] += _before_first_token(own, local)
+    if metric != "ttft_s":
+        for own, mine, local in _by_replica(run, curves, rows["replica"], rows):
+            split = np.zeros((len(mine), len(CAUSES)))
+            handed_over = int(local["replica"][0]) in run.pools.get("decode", ())
+            _split_decode(split, own, local, None if out_s is None else out_s[mine], handed_over)
+            parts[mine] += split / np.maximum(local["output_tokens"] - 1, 1)[:, None] if metric == "tpot_s" else split
     return Attribution(rows["request_id"], run.latency_s(metric)[done], parts)
 
 
-def _split(metric: str, curves: _Curves, rows: Columns, preempted_s: np.ndarray | None) -> np.ndarray:
+def _by_replica(run: RunData, curves: Timelines, replica: np.ndarray, rows: Columns) -> Iterator[tuple[_Curves, np.ndarray, Columns]]:
+    """Yield (timeline, row numbers, rows) of each replica that ``replica`` names."""
+    for number in np.unique(replica):
+        mine = np.flatnonzero(replica == number)
+        if int(number) not in curves:
+            raise InputError(str(run.path), f"replica {number} served requests but recorded no step")
+        yield curves[int(number)], mine, {name: column[mine] for name, column in rows.items()}
+
+
+def _before_first_token(curves: _Curves, rows: Columns) -> np.ndarray:
     parts = np.zeros((len(rows["request_id"]), len(CAUSES)))
-    if metric != "tpot_s":
-        _split_queue(parts, curves, rows["arrival_s"], rows["scheduled_s"])
-        own_tokens = np.maximum(rows["prompt_tokens"] - rows["cached_tokens"], 1)
-        _split_prefill(parts, curves, rows["scheduled_s"], rows["first_token_s"], own_tokens)
-    if metric != "ttft_s":
-        _split_decode(parts, curves, rows, preempted_s)
-    return parts / np.maximum(rows["output_tokens"] - 1, 1)[:, None] if metric == "tpot_s" else parts
+    _split_queue(parts, curves, rows["arrival_s"], rows["scheduled_s"])
+    own_tokens = np.maximum(rows["prompt_tokens"] - rows["cached_tokens"], 1)
+    _split_prefill(parts, curves, rows["scheduled_s"], rows["first_token_s"], own_tokens)
+    return parts
+
+
+def _prefill_replica(run: RunData, rows: Columns) -> np.ndarray:
+    """The prefill replica whose step ended when each request got its first token (the closest in time, where none did exactly)."""
+    steps = run.steps
+    mine = np.isin(steps["replica"], run.pools["prefill"]) & (steps["prefill_tokens"] > 0)
+    ends, replica = (steps["start_s"] + steps["duration_s"])[mine], steps["replica"][mine]
+    if not len(ends):
+        raise InputError(str(run.path), "served requests but its prefill replicas recorded no step")
+    order = np.argsort(ends, kind="stable")
+    ends, replica = ends[order], replica[order]
+    after = np.clip(np.searchsorted(ends, rows["first_token_s"]), 0, len(ends) - 1)
+    before = np.maximum(after - 1, 0)
+    nearer = np.abs(ends[before] - rows["first_token_s"]) < np.abs(ends[after] - rows["first_token_s"])
+    return replica[np.where(nearer, before, after)]
 
 
 def rank(attribution: Attribution, quantile: float = 0.99) -> list[Cause]:

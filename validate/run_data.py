@@ -31,6 +31,14 @@ class RunData:
         return str(self.facts.get("device", "")).startswith("simulated")
 
     @property
+    def pools(self) -> dict[str, range]:
+        """Replica numbers by role where prompts and answers have pools of their own (numbered prefill first); empty otherwise."""
+        sizes = {pool["role"]: int(pool["replicas"]) for pool in find(self.scenario, "cluster.pools") or ()}
+        if set(sizes) != {"prefill", "decode"}:
+            return {}
+        return {"prefill": range(sizes["prefill"]), "decode": range(sizes["prefill"], sizes["prefill"] + sizes["decode"])}
+
+    @property
     def completed(self) -> np.ndarray:
         """Mask over ``requests`` of those that finished normally."""
         return self.requests["status"] == "completed"

@@ -125,12 +125,27 @@ def test_the_estimate_of_preemption_meets_the_plans(tmp_path):
     assert set(exact) == set(run.requests["request_id"][run.requests["preemptions"] > 0])
 
 
-def test_transfer_column_is_its_own_cause(make_run):
-    run = read_run(make_run())
-    requests = {**run.requests, "transfer_s": np.full(len(run.requests["request_id"]), 1e-3)}
-    attribution = attribute(replace(run, requests=requests))
+def test_pools_are_told_apart(tmp_path):
+    """A real disaggregated run: prompts are split on the replica that computed them, and what lies before the first decode step is hand-over."""
+    from serving.scenario import load
+    from sim.run import simulate
+
+    simulate(load("pd-8xh200", ["workload.requests=200"]), out=tmp_path / "run")
+    run = read_run(tmp_path / "run")
+    attribution = attribute(run)
     np.testing.assert_allclose(attribution.parts_s.sum(axis=1), attribution.whole_s)
-    assert attribution.parts_s[:, CAUSES.index("transfer")].max() == pytest.approx(1e-3)
+    assert (attribution.parts_s >= -1e-9).all()
+    seconds = {cause: attribution.parts_s[:, index] for index, cause in enumerate(CAUSES)}
+    several = run.requests["output_tokens"] > 1
+    assert (seconds["transfer"][several] > 0).all() and np.median(seconds["transfer"]) < 0.05 * np.median(seconds["decode"])
+    steps, decode = run.steps, np.isin(run.steps["replica"], run.pools["decode"])
+    first = int(np.flatnonzero(several)[0])  # its first decode step, found by counting back from its finish
+    mine = decode & (steps["replica"] == run.requests["replica"][first]) & (steps["start_s"] + steps["duration_s"] <= run.requests["finish_s"][first] + 1e-9)
+    starts = np.repeat(steps["start_s"][mine], steps["steps"][mine])
+    if (steps["steps"][mine] == 1).all():
+        landed = starts[-(int(run.requests["output_tokens"][first]) - 1)]
+        assert seconds["transfer"][first] == pytest.approx(landed - run.requests["first_token_s"][first], abs=1e-6)
+    assert seconds["prefill_interference"].sum() < seconds["prefill"].sum() + seconds["queue"].sum()
 
 
 def test_without_graphs_no_step_missed_one():

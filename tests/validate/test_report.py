@@ -246,11 +246,13 @@ class TestTimeSeries:
         figure = timeline.series(read_run(make_run(replicas=6)))
         assert {"mean", "peak", "range of 6 replicas"} <= {trace["name"] for trace in figure.data}
 
-    def test_pools_and_power_are_shown_when_recorded(self, make_run):
+    def test_pools_and_power_are_shown(self, make_run):
         run = read_run(make_run())
-        steps = {**run.steps, "pool": np.where(run.steps["replica"] == 0, "prefill", "decode").astype(object), "power_w": np.full(len(run.steps["step"]), 650.0)}
-        names, _, panels = timeline.panels(replace(run, steps=steps))
-        assert names == ["decode", "prefill"] and panels[-1].title == "power, W" and panels[-1].values.max() == pytest.approx(650)
+        pools = [{"role": "decode", "replicas": 1}, {"role": "prefill", "replicas": 1}]
+        pooled = replace(run, scenario={**run.scenario, "cluster": {"pools": pools}}, steps={**run.steps, "power_w": np.full(len(run.steps["step"]), 650.0)})
+        names, _, panels = timeline.panels(pooled)
+        assert names == ["prefill pool", "decode pool"] and panels[-1].title == "power, W" and panels[-1].values.max() == pytest.approx(650)
+        assert panels[0].values[0].max() > 0 and panels[0].values[1].max() == 0  # prompts wait before the prefill pool
 
 
 class TestWords:

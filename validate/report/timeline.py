@@ -26,18 +26,11 @@ class Panel(NamedTuple):
     limit: float | None = None
 
 
-def _groups(run: RunData) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Yield (name, rows of steps, rows of requests) of each pool, where steps name one, or of each replica."""
-    if "pool" in run.steps:
-        for pool in sorted(set(run.steps["pool"])):
-            mine = run.steps["pool"] == pool
-            served = np.isin(run.requests["replica"], np.unique(run.steps["replica"][mine])) if run.requests else np.empty(0, bool)
-            yield str(pool), np.flatnonzero(mine), np.flatnonzero(served)
-        return
-    order = np.argsort(run.steps["replica"], kind="stable")  # one sort instead of one scan per replica
+def _by_replica(run: RunData) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the number of each replica and its rows of steps in order of their start."""
+    order = np.lexsort((run.steps["start_s"], run.steps["replica"]))
     replicas, starts = np.unique(run.steps["replica"][order], return_index=True)
-    for replica, rows in zip(replicas, np.split(order, starts[1:])):
-        yield f"replica {replica}", rows, np.flatnonzero(run.requests["replica"] == replica) if run.requests else np.empty(0, int)
+    yield from zip(replicas.tolist(), np.split(order, starts[1:]))
 
 
 def binned_mean(start_s: np.ndarray, duration_s: np.ndarray, values: np.ndarray, edges_s: np.ndarray) -> np.ndarray:
@@ -90,28 +83,22 @@ def _end_s(run: RunData) -> float:
 
 
 def panels(run: RunData) -> tuple[list[str], np.ndarray, list[Panel]]:
-    """Return group names, bin edges in seconds, and the quantities over time."""
-    steps, blocks = run.steps, kv_blocks(run)
-    names, collected = [], {key: [] for key in ("queue", "queue_peak", "batch", "kv", "kv_peak", "busy", "tokens", "power")}
+    """Return the names of replicas (or pools, as means over theirs), bin edges in seconds, and the quantities over time."""
+    steps, blocks = run.steps, None if run.pools else kv_blocks(run)
     edges = np.linspace(0.0, _end_s(run), min(BINS, max(40, len(steps["step"]) // 4)) + 1)
-    for name, rows, served in _groups(run):
-        names.append(name)
+    found: dict[int, dict[str, np.ndarray]] = {}
+    for replica, rows in _by_replica(run):
         start, duration = steps["start_s"][rows], steps["duration_s"][rows]
-        if (np.diff(start) < 0).any():
-            order = np.argsort(start, kind="stable")
-            rows, start, duration = rows[order], start[order], duration[order]
-        share = 1 / blocks if blocks else 1.0
-        used = steps["kv_blocks_used"][rows] * share
+        used = steps["kv_blocks_used"][rows] / (blocks or 1.0)
         rate = np.divide(steps["prefill_tokens"][rows], duration, out=np.zeros(len(rows)), where=duration > 0)
-        for key, values in (("batch", steps["decode_seqs"][rows] + steps["prefill_seqs"][rows]), ("kv", used), ("busy", np.ones(len(rows))), ("tokens", rate)):
-            collected[key].append(binned_mean(start, duration, values, edges))
-        collected["kv_peak"].append(_peaks(start, used, edges))
+        held = {"batch": steps["decode_seqs"][rows] + steps["prefill_seqs"][rows], "kv": used, "busy": np.ones(len(rows)), "tokens": rate}
         if "power_w" in steps:
-            collected["power"].append(binned_mean(start, duration, steps["power_w"][rows], edges))
-        mean, peak = waiting(*_waits(run.requests, served), edges)
-        collected["queue"].append(mean)
-        collected["queue_peak"].append(peak)
-    got = {key: np.array(values) for key, values in collected.items() if values}
+            held["power"] = steps["power_w"][rows]
+        found[replica] = {key: binned_mean(start, duration, values, edges) for key, values in held.items()}
+        found[replica]["kv_peak"] = _peaks(start, used, edges)
+        served = (run.requests["replica"] == replica) if run.requests and not run.pools else np.zeros(0, bool)
+        found[replica]["queue"], found[replica]["queue_peak"] = waiting(*_waits(run.requests, served), edges)
+    names, got = _pooled(run, found, edges) if run.pools else _each(found)
     kv_title, kv_format = ("KV use", ".0%") if blocks else ("KV blocks", ",~g")
     shown = [
         Panel("waiting", got["queue"], got["queue_peak"]),
@@ -123,8 +110,29 @@ def panels(run: RunData) -> tuple[list[str], np.ndarray, list[Panel]]:
     return names, edges, shown + ([Panel("power, W", got["power"])] if "power" in got else [])
 
 
+def _each(found: dict[int, dict[str, np.ndarray]]) -> tuple[list[str], dict[str, np.ndarray]]:
+    keys = next(iter(found.values()))
+    return [f"replica {replica}" for replica in found], {key: np.array([values[key] for values in found.values()]) for key in keys}
+
+
+def _pooled(run: RunData, found: dict[int, dict[str, np.ndarray]], edges: np.ndarray) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Means over the replicas of each pool (peaks: the highest). All that wait for their prompt wait before the prefill pool."""
+    names, got = [], {}
+    for role, replicas in run.pools.items():
+        mine = [found[replica] for replica in replicas if replica in found]
+        if not mine:
+            continue
+        names.append(f"{role} pool")
+        for key in mine[0]:
+            stack = np.array([values[key] for values in mine])
+            got.setdefault(key, []).append(stack.max(axis=0) if key.endswith("peak") else stack.mean(axis=0))
+        if role == "prefill" and run.requests:
+            got["queue"][-1], got["queue_peak"][-1] = waiting(*_waits(run.requests, np.ones(len(run.requests["arrival_s"]), bool)), edges)
+    return names, {key: np.array(values) for key, values in got.items()}
+
+
 def _waits(requests: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    if not requests:
+    if not rows.any():
         return np.empty(0), np.empty(0)
     arrival, scheduled = requests["arrival_s"][rows], requests["scheduled_s"][rows]
     known = np.isfinite(scheduled)
