@@ -47,6 +47,11 @@ def decode_tuning(major: int) -> DecodeTuning:
 
 
 @triton.jit
+def _first_key(length, WINDOW: tl.constexpr):
+    return tl.maximum(length - WINDOW, 0) if WINDOW > 0 else length * 0
+
+
+@triton.jit
 def decode_kernel(
     q, key_cache, value_cache, table, rows, context, split_tokens, partial, partial_lse, out, slopes,
     scale, q_stride, page_stride, token_stride, table_stride, out_stride,
@@ -57,11 +62,8 @@ def decode_kernel(
     sequence = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(context + sequence)
-    low = 0
-    if WINDOW > 0:
-        low = tl.maximum(length - WINDOW, 0)
     span = tl.load(split_tokens)
-    begin = low + split * span
+    begin = _first_key(length, WINDOW) + split * span
     end = tl.minimum(begin + span, length)
     if begin >= end:
         return
@@ -84,10 +86,9 @@ def decode_kernel(
     for start in range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         valid = key < end
-        base = page.to(tl.int64) * page_stride + (key % BLOCK_TOKENS) * token_stride + kv_head * DIM
+        at = (page.to(tl.int64) * page_stride + (key % BLOCK_TOKENS) * token_stride + kv_head * DIM)[:, None] + dim[None, :]
         # The next tile's page ids come one turn early: the pipeline's stages then all go to keys and values.
         page = tl.load(pages + (key + BLOCK_N) // BLOCK_TOKENS, mask=key + BLOCK_N < end, other=0)
-        at = base[:, None] + dim[None, :]
         readable = valid[:, None] & (dim < DIM)[None, :]
         k = tl.load(key_cache + at, mask=readable, other=0.0)
         v = tl.load(value_cache + at, mask=readable, other=0.0)
@@ -121,10 +122,7 @@ def reduce_kernel(
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     length = tl.load(context + sequence)
-    low = 0
-    if WINDOW > 0:
-        low = tl.maximum(length - WINDOW, 0)
-    used = tl.cdiv(length - low, tl.load(split_tokens))
+    used = tl.cdiv(length - _first_key(length, WINDOW), tl.load(split_tokens))
     split = tl.arange(0, SPLITS_PAD)
     dim = tl.arange(0, DIM_PAD)
     row = (sequence * tl.num_programs(0) + head) * MAX_SPLITS + split
