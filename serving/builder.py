@@ -148,6 +148,8 @@ class PlanBuilder:
         known = seq.request.prompt_tokens + seq.generated
         need = pool.blocks_for(known)
         if need > pool.total:
+            if scheduler.is_under_way(seq):
+                return NO_BLOCKS
             heappop(scheduler.waiting)
             self.waiting -= 1
             scheduler.end_at_wall(seq, self.now_s)

@@ -124,6 +124,10 @@ class Scheduler:
     def _decodes_in(self, plan: BatchPlan, seq: Sequence) -> bool:
         return bool(plan.decodes) and seq.state == DECODING and seq.entry_clock < plan.clock
 
+    def is_under_way(self, seq: Sequence) -> bool:
+        """Whether waiting ``seq`` was evicted while a plan still in flight produces its next token, which may be its last."""
+        return any(seq in plan.departed or seq in plan.completing for plan in self._plans)
+
     def _depart(self, seq: Sequence) -> None:
         """Note in the plans in flight that ``seq``, which decodes in them, no longer will when their results come."""
         for plan in self._plans:
@@ -387,7 +391,7 @@ class Scheduler:
             request = seq.request
             outcome = Outcome(
                 request.class_name, request.priority, request.arrival_s, seq.scheduled_s, seq.first_token_s, now_s,
-                request.prompt_tokens, seq.generated, seq.preemptions, status,
+                request.prompt_tokens, seq.generated, seq.preemptions, status, request.ttft_slo_s,
             )  # fmt: skip
             for observe in self._observers:
                 observe(outcome)
