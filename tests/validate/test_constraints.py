@@ -199,6 +199,18 @@ class TestHotLoad:
 
 
 class TestCommand:
+    def test_the_documented_example(self, tmp_path, capsys):
+        import re
+        from pathlib import Path
+
+        import twinserve
+
+        page = (Path(twinserve.__file__).parent / "docs" / "report.md").read_text()
+        (tmp_path / "c.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.S).group(1))
+        assert twinserve.main(["prove", str(tmp_path / "c.yaml"), "chat-8b", "--on", "2026-09-01"]) == 1
+        printed = capsys.readouterr().out
+        assert re.search(r"proved +tensor parallel divides the heads", printed) and re.search(r"fails at .*batch = 256", printed)
+
     def test_exit_codes_and_json(self, tmp_path, capsys):
         import json
 
