@@ -28,6 +28,7 @@ KINDS: dict[str, tuple[str, ...]] = {  # kind -> the methods that a policy of th
     "preemption": ("choose",),
     "admission": ("admit",),
     "routing": ("route",),
+    "autoscaling": ("target",),
 }
 
 

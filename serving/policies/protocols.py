@@ -65,10 +65,43 @@ class Routing(Protocol):
 
 
 class Fleet(Protocol):
-    """What a router may know. Signals are as old as ``signal_age_s`` says; what it routed itself it knows at once."""
+    """What a router may know. Signals are as old as ``signal_age_s`` says; what it routed itself it knows at once.
+
+    ``outstanding_tokens`` of a replica that takes no requests (starting, draining, lost) are beyond any that one could have.
+    """
 
     now_s: float
     outstanding_tokens: list[int]
+
+    def online(self, replica: int) -> bool:
+        """Whether the replica takes requests."""
+
+    def least_outstanding(self) -> int:
+        """The replica with the fewest outstanding tokens; the lowest among equals."""
+
+
+class Autoscaling(Protocol):
+    """How many replicas there should be."""
+
+    def target(self, fleet: FleetState) -> int:
+        """Replicas wanted, those that start included; the caller keeps it within the fleet's bounds."""
+
+
+class FleetState(Protocol):
+    """What an autoscaler may know."""
+
+    now_s: float
+    ready: int  # replicas that take requests
+    starting: int
+    provisioned: int  # ready and starting
+    pending: int  # requests that wait
+    outstanding_tokens: int  # prompt tokens of unfinished requests
+
+    def use(self, signal: str) -> float:
+        """Mean use of the ready replicas since the last time it was asked for: ``occupancy``, ``kv`` or ``busy``, in [0, 1]."""
+
+    def violations(self, window_s: float) -> int:
+        """Requests that left within the last ``window_s`` without meeting their objectives."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
+from serving.scenario.dynamics import Autoscaling, Faults
 from serving.scenario.fields import (
     STRICT,
     CatalogueName,
@@ -56,12 +57,18 @@ class Cluster(BaseModel):
     weight_dtype: Annotated[WeightDtype, Field(description="auto: as the catalogue says")] = "auto"
     pools: Annotated[tuple[Pool, ...], Field(description="one of each role, instead of replicas")] = ()
     topology: Annotated[CatalogueName | None, Field(description="a catalogue name (twinserve list topologies) or a path")] = None
+    autoscaling: Autoscaling | None = None
     nodes: Annotated[int | None, Field(strict=True, ge=1, le=100_000, description="copies of the topology's node; null: as it says")] = None
 
     @model_validator(mode="after")
     def _pools(self) -> Cluster:
+        scaling = self.autoscaling
+        if scaling is not None and not scaling.minimum <= self.replicas <= scaling.maximum:
+            raise PydanticCustomError("range", "replicas must lie between autoscaling.minimum and autoscaling.maximum")
         if not self.pools:
             return self
+        if scaling is not None:
+            raise PydanticCustomError("form", "pools cannot be autoscaled")
         if sorted(pool.role for pool in self.pools) != ["decode", "prefill"]:
             raise PydanticCustomError("form", "pools needs one entry with role prefill and one with role decode")
         if "replicas" in self.model_fields_set and self.replicas != 1:
@@ -215,6 +222,7 @@ class Scenario(BaseModel):
     policy: Policy = Policy()
     workload: Workload
     slo: Slo = Slo()
+    faults: Annotated[Faults | None, Field(description="what breaks while it serves")] = None
     measure: Measure = Measure()
 
     @field_validator("version", mode="before")

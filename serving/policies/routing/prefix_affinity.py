@@ -42,7 +42,7 @@ class PrefixAffinity:
             tokens_per_key = request.prompt_tokens // len(keys)
             for replica, blocks in self._believed(keys).items():
                 score = blocks * tokens_per_key - self.load_weight * outstanding[replica]
-                if score > best_score:
+                if score > best_score and fleet.online(replica):
                     best, best_score = replica, score
             self._remember(keys, best)
         return best

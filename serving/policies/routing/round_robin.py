@@ -13,7 +13,11 @@ class RoundRobin:
         self._next = 0
 
     def route(self, request: Request, fleet: Fleet) -> int:
-        """The next replica in turn."""
-        chosen = self._next % len(fleet.outstanding_tokens)
-        self._next = chosen + 1
+        """The next replica in turn that takes requests."""
+        replicas = len(fleet.outstanding_tokens)
+        for _ in range(replicas):
+            chosen = self._next % replicas
+            self._next = chosen + 1
+            if fleet.online(chosen):
+                break
         return chosen

@@ -1,0 +1,1 @@
+"""Autoscaling policies: how many replicas there should be."""

@@ -1,0 +1,79 @@
+"""A fleet that changes while it serves: autoscaling with cold starts, and faults."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from serving.scenario.fields import STRICT, CountOrZero, Fraction, NotNegative, PolicySpec, Positive, spec_field
+
+
+class ColdStart(BaseModel):
+    """Seconds that a new replica spends in each stage before it takes requests."""
+
+    model_config = STRICT
+    schedule_s: Annotated[NotNegative, Field(description="until a machine is there and the process starts")] = 10.0
+    weights_bytes_per_s: Annotated[Positive | None, Field(description="into each GPU; null: the GPU's host link")] = None
+    compile_s: NotNegative = 20.0
+    graph_capture_s: NotNegative = 15.0
+    warmup_s: Annotated[NotNegative, Field(description="warm-up requests")] = 2.0
+
+
+class Autoscaling(BaseModel):
+    """Replicas come and go between ``minimum`` and ``maximum``; cluster.replicas are there at the start."""
+
+    model_config = STRICT
+    policy: Annotated[spec_field("cluster.autoscaling.policy"), Field(description="how many replicas there should be")] = PolicySpec(
+        name="utilisation", where="cluster.autoscaling.policy"
+    )
+    minimum: Annotated[int, Field(strict=True, ge=1, le=10_000)] = 1
+    maximum: Annotated[int, Field(strict=True, ge=1, le=10_000)]
+    interval_s: Annotated[Positive, Field(description="between two decisions")] = 15.0
+    cold_start: ColdStart = ColdStart()
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Autoscaling:
+        if self.minimum > self.maximum:
+            raise PydanticCustomError("range", "minimum is larger than maximum")
+        return self
+
+
+class Fault(BaseModel):
+    """Something that breaks: at ``at_s``, or again and again with exponential gaps of mean ``every_s``.
+
+    ``replica_loss``: the replica is gone with all it held and is back, empty, after ``for_s``. ``slow_gpu``: its steps take
+    ``factor`` times as long for ``for_s``. ``host_stall``: the step being executed ends ``for_s`` later. ``slow_link``: links whose
+    name starts with ``link`` move at ``factor`` of their rate for ``for_s`` (fleets with pools).
+    """
+
+    model_config = STRICT
+    kind: Literal["replica_loss", "slow_gpu", "host_stall", "slow_link"]
+    at_s: NotNegative | None = None
+    every_s: Positive | None = None
+    for_s: Positive
+    replica: Annotated[CountOrZero | None, Field(description="null: one at random")] = None
+    factor: Annotated[Positive | None, Field(description="slow_gpu: above 1; slow_link: below 1")] = None
+    link: str | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Fault:
+        if (self.at_s is None) == (self.every_s is None):
+            raise PydanticCustomError("form", "needs exactly one of at_s and every_s")
+        if self.kind in ("slow_gpu", "slow_link") and self.factor is None:
+            raise PydanticCustomError("form", "needs the key 'factor'")
+        if self.kind == "slow_link" and self.link is None:
+            raise PydanticCustomError("form", "needs the key 'link'")
+        return self
+
+
+class Faults(BaseModel):
+    """What breaks, and what becomes of the requests that a lost replica held."""
+
+    model_config = STRICT
+    events: Annotated[tuple[Fault, ...], Field(min_length=1)]
+    lost_requests: Annotated[Literal["retry", "fail"], Field(description="retry: routed again, from the start")] = "retry"
+    retries: Annotated[CountOrZero, Field(description="times a request is routed again before it fails")] = 3
+    window_s: Annotated[Positive, Field(description="arrivals are judged against the SLO in windows of this length")] = 10.0
+    recovered: Annotated[Fraction | None, Field(description="share of a window that must meet the SLO; null: slo.attainment")] = None
