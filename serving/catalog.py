@@ -185,7 +185,7 @@ def read_entry(kind: str, name_or_path: str | Path, where: str) -> tuple[dict[st
     is_path = text.endswith((".yaml", ".yml")) or "/" in text
     path = Path(text) if is_path else known
     if not is_path and text not in names(kind):
-        label = _KINDS[kind][1] if kind in _KINDS else kind.rstrip("s")
+        label = _KINDS[kind][1] if kind in _KINDS else kind.removesuffix("ies") + "y"
         raise InputError(where, f"there is no {label} named '{text}' in the catalogue", nearest(text, names(kind)))
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))

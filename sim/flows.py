@@ -8,6 +8,7 @@ from collections.abc import Callable
 from sim.topology import Channel, Route
 
 INFINITY = math.inf
+Peaks = dict[int, float]
 GroupKey = tuple[tuple[tuple[int, int], ...], float, int]  # (channel index, crossings) ..., cap in bytes/s, priority
 
 
@@ -55,14 +56,20 @@ class Group:
 class Load:
     """What one channel carries: its groups, the sum of their caps, bytes carried, time with any flow on it."""
 
-    __slots__ = ("busy_s", "busy_since_s", "capacity", "carried_bytes", "channel", "demand", "flows", "groups")
+    __slots__ = ("busy_s", "busy_since_s", "capacity", "carried_bytes", "channel", "demand", "flows", "groups", "peaks")
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.capacity = channel.bytes_per_s
-        self.groups: dict[Group, None] = {}
+        self.groups: dict[Group, int] = {}  # with how often each crosses the channel
+        self.peaks: Peaks | None = None  # highest rate by priority if the channel is full, None if it is not
         self.demand = 0  # integer bytes/s, so that no rounding error builds up
         self.flows = 0
         self.carried_bytes = 0.0
         self.busy_s = 0.0
         self.busy_since_s = 0.0
+
+    @property
+    def binding(self) -> bool:
+        """Whether the flows could ask for more than the channel carries; one that cannot bind connects nothing."""
+        return self.demand > self.capacity

@@ -2,8 +2,8 @@
 
 A transfer of n operations waits its route's latency plus n times the link's per-operation time, then moves its bytes at a
 rate that changes only when some flow on a connected link starts or ends. Flows with the same route, cap and priority form
-a group with one rate and one clock of bytes served per flow, so that an event costs O(log flows) plus a re-solve over the
-connected component of *groups* and of links that can bind. The core runs on virtual time; with a SimPy environment it
+a group with one rate and one clock of bytes served per flow, so that an event costs O(log flows) plus a re-solve of the
+*groups* whose rates it changes (``sim.settle``). The core runs on virtual time; with a SimPy environment it
 arms one versioned wake at its next event.
 """
 
@@ -19,6 +19,7 @@ from serving.errors import InputError, nearest
 from sim.environment import TRANSFER, Environment
 from sim.fair_share import max_min_rates
 from sim.flows import INFINITY, Flow, Group, GroupKey, Load
+from sim.settle import settle
 from sim.topology import LinkGraph
 
 
@@ -30,6 +31,7 @@ class Network:
         self.graph = topology
         self.now_s = float(env.now) if env is not None else 0.0
         self.events = 0  # flow starts and ends processed
+        self.settled = 0  # groups that were solved again, over all events
         self._env = env
         self._armed_s = INFINITY
         self._wake_version = 0
@@ -120,6 +122,7 @@ class Network:
         self._follow_clock()
         for load in matches:
             load.capacity = load.channel.bytes_per_s * factor
+            load.peaks = {}  # whatever it carries is solved again
             self._dirty_loads[load] = None
         self._resolve()
         self._arm()
@@ -177,12 +180,12 @@ class Network:
         group.count += 1
         for index, times in group.uses:
             load = self._loads[index]
-            load.groups[group] = None
+            load.groups[group] = times
             load.demand += times * group.cap
             if load.flows == 0:
                 load.busy_since_s = self.now_s
             load.flows += 1
-            if load.demand > load.capacity:
+            if load.binding:
                 self._dirty_loads[load] = None
         self._dirty_groups[group] = None
 
@@ -207,7 +210,7 @@ class Network:
         """One flow leaves ``group``; links that could bind before are solved again."""
         for index, times in group.uses:
             load = self._loads[index]
-            if load.demand > load.capacity:
+            if load.binding:
                 self._dirty_loads[load] = None
             load.demand -= times * group.cap
             load.flows -= 1
@@ -250,39 +253,17 @@ class Network:
             heapq.heappop(group.heap)
 
     def _resolve(self) -> None:
-        """Give new rates to the connected component that the last events touched, and to nothing else."""
+        """Give new rates to the groups that the last events reach, and to nothing else."""
         if not self._dirty_groups and not self._dirty_loads:
             return
-        groups = self._component()
-        capacity = {index: self._loads[index].capacity for group in groups for index, _ in group.uses}
-        capacity = {index: rate for index, rate in capacity.items() if self._loads[index].demand > rate}
-        for group, rate in zip(groups, max_min_rates(groups, capacity)):
+        for group, rate in settle(self._dirty_groups, self._dirty_loads, self._loads).items():
+            self.settled += 1
             if rate != group.rate or group in self._dirty_groups:
                 self._sync(group)
                 group.rate = rate
                 self._schedule(group)
         self._dirty_groups.clear()
         self._dirty_loads.clear()
-
-    def _component(self) -> list[Group]:
-        """Groups reachable from what changed over links that can bind: caps that sum to less than a link's rate never interact there."""
-        found = dict.fromkeys(self._dirty_groups)
-        frontier = list(self._dirty_loads)
-        seen = set(frontier)
-        pending = list(found)
-        while frontier or pending:
-            while frontier:
-                for group in frontier.pop().groups:
-                    if group not in found:
-                        found[group] = None
-                        pending.append(group)
-            while pending:
-                for index, _ in pending.pop().uses:
-                    load = self._loads[index]
-                    if load not in seen and load.demand > load.capacity:
-                        seen.add(load)
-                        frontier.append(load)
-        return sorted(found, key=_number)
 
     def _schedule(self, group: Group) -> None:
         """Put the group's next completion into the queue; older entries become stale."""
@@ -359,7 +340,7 @@ class Network:
             slack = 1e-6 + 1e-9 * expected
             assert abs(load.carried_bytes - expected) <= slack, f"{load.channel.name} carried {load.carried_bytes} bytes, its flows moved {expected}"
             assert rates.get(index, 0.0) <= load.capacity * (1 + 1e-9), f"{load.channel.name} carries more than its rate"
-            assert load.flows == sum(group.count * sum(1 for i, _ in group.uses if i == index) for group in load.groups), load.channel.name
+            assert load.flows == sum(group.count for group in load.groups), load.channel.name
 
     def full_rates(self) -> dict[int, float]:
         """Rates of all moving flows by id, solved afresh over the whole network: what the incremental rates must equal."""
