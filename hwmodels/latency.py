@@ -60,6 +60,8 @@ def check_options(options: Mapping[str, Any], known: Mapping[str, object], where
 
 
 MODELS: dict[str, tuple[str, str]] = {  # name -> (module with a function build, what it is)
+    "fitted": ("hwmodels.fitted", "coefficients that `twinserve calibrate` fitted to measured steps"),
+    "recorded": ("hwmodels.recorded", "the steps of one measured run, replayed by their number"),
     "roofline": ("hwmodels.roofline", "datasheet rates, with efficiencies fitted per architecture; any LLM on any GPU"),
     "silicon": ("hwmodels.silicon", "operators measured by NVIDIA for one engine version; needs the extra [silicon]"),
     "table": ("hwmodels.table", "a folder of measured kernels, interpolated linearly"),

@@ -1,0 +1,372 @@
+"""The engine's loop: it drives the shared scheduler with executed steps instead of priced ones.
+
+    live through what is due -> commit the oldest step in flight -> schedule -> launch -> collect
+
+One instant is read per step, when its tokens have arrived: the step ends then and the next begins then. Whatever came meanwhile is
+submitted first, each at its own instant, as the simulator does; so the same durations give the same decisions (``engine.clocks``).
+With ``max_in_flight`` 2 the scheduler plans, and the runner launches, one step ahead of the tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+from engine.clocks import Clock
+from engine.prompts import Prompts
+from engine.sampling import GREEDY, SamplingParams
+from engine.step import StepInput, StepOutput
+from engine.streams import Decodes, Stream, chunk_entries
+from engine.timeline import Timeline
+from engine.trials import run_one_by_one
+from serving.plan import BatchPlan, StepResult
+from serving.request import Request
+from serving.scheduler import Scheduler
+from serving.sequence import DECODING, ENDED, Sequence
+
+
+class StepRunner(Protocol):
+    """What executes steps: ``engine.runner.Runner``, or a stand-in."""
+
+    def launch(self, batch: StepInput) -> object:
+        """Issue a step."""
+
+    def collect(self, step: object) -> StepOutput:
+        """Wait for its tokens. Steps are collected in the order of their launch."""
+
+
+class Submission(NamedTuple):
+    """A request with its prompt. ``output_tokens`` pins the length; None: it ends at a stop token or at its limit."""
+
+    request: Request
+    prompt: list[int]
+    output_tokens: int | None = None
+    stop_tokens: frozenset[int] = frozenset()
+    sampling: SamplingParams = GREEDY
+
+
+class Left(NamedTuple):
+    """A request that has left. ``seq`` is None when it was refused; ``status``: stop, length, kv_capacity, aborted, error, rejected."""
+
+    request: Request
+    seq: Sequence | None
+    time_s: float
+    status: str
+    detail: str = ""
+
+
+class Step(NamedTuple):
+    """A step that was executed and committed, for accounts and records. Host seconds as measured."""
+
+    plan: BatchPlan
+    begin_s: float
+    end_s: float
+    duration_s: float
+    measured_s: float
+    reference_s: float
+    schedule_s: float
+    prepare_s: float
+    output: StepOutput
+    used_blocks: int
+    events_before_commits: list[int]  # by commit since the plan before: how many of the submissions and aborts this plan saw came first
+    finished: list[tuple[Sequence, str]]
+    gaps_s: list[float]  # between each token of this step and the one before it of the same request
+
+
+class Observer(Protocol):
+    """Told of what happens, in the engine's thread and in order."""
+
+    def submitted(self, request_id: int) -> None:
+        """A request was queued."""
+
+    def aborted(self, request_id: int) -> None:
+        """A request was dropped."""
+
+    def planned(self, plan: BatchPlan) -> None:
+        """A plan that is not empty was made."""
+
+    def stepped(self, step: Step) -> None:
+        """A step was committed."""
+
+    def left(self, left: Left) -> None:
+        """A request left."""
+
+
+class _Flight:
+    """A launched step: ``decodes`` and ``completing`` are the streams that get a token from it."""
+
+    __slots__ = ("batch", "completing", "decode_ids", "decodes", "due", "events_before_commits", "launched", "plan", "prepare_s", "schedule_s", "used_blocks")
+
+    def __init__(self, plan: BatchPlan, decodes: Decodes, completing: list[Stream]) -> None:
+        self.plan = plan
+        self.decode_ids = list(decodes.ids) if plan.decodes else []
+        self.decodes = list(decodes.streams) if plan.decodes else []
+        self.due = decodes.due(plan.clock) if plan.decodes else []  # streams that may end with this step
+        self.completing = completing
+        self.batch: StepInput
+        self.launched: object = None
+        self.used_blocks = 0
+        self.events_before_commits: list[int] = []
+        self.schedule_s = 0.0
+        self.prepare_s = 0.0
+
+
+class Loop:
+    """One engine: a scheduler on a pool with named blocks, a runner, a clock. One thread drives it; ``offer`` and ``abort`` are for any thread.
+
+    As a fleet of one (``env``, ``submit``, ``on_outcome``) it takes the same clients as the simulator.
+    ``on_tokens(end_s, tokens by request, requests that left)`` is called once a step with all that it produced.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: StepRunner, clock: Clock, prompts: Prompts, *, observer: Observer | None = None,
+        on_tokens: Callable[[float, Mapping[int, tuple[int, ...]], list[Left]], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.scheduler = scheduler
+        self.env = Timeline(clock.now_s)
+        self.streams: dict[int, Stream] = {}
+        self._runner = runner
+        self._clock = clock
+        self._prompts = prompts
+        self._observer = observer
+        self._on_tokens = on_tokens
+        self._watchers: list[Callable[[int, float, str], None]] = []
+        self._decodes = Decodes(scheduler.pool, ahead=scheduler.max_in_flight > 1)
+        self._flights: deque[_Flight] = deque()
+        self._released: list[int] = []
+        self._left: list[Left] = []
+        self._open = False
+        self._events = 0  # submissions and aborts since the latest plan
+        self._events_before_commits: list[int] = []
+        self._mark_s = 0.0  # when the tokens of the latest step arrived, by the host's clock
+
+    # -- for any thread -------------------------------------------------------------------------------------------------
+
+    def offer(self, submission: Submission) -> None:
+        """Queue a request as of now (its ``arrival_s`` is set). It is refused, served, or fails: ``on_tokens`` tells."""
+
+        def arrive(_: object) -> None:
+            request = submission.request._replace(arrival_s=self.env.now)
+            self._submit(submission._replace(request=request))
+
+        self.env.hand_in(arrive)
+
+    def abort(self, request_id: int) -> None:
+        """Drop a request as of now; one that has left already is ignored."""
+        self.env.hand_in(lambda _: self.drop(request_id))
+
+    def stop(self) -> None:
+        """Let ``run(forever=True)`` return once everything queued by now is served."""
+
+        def close(_: object) -> None:
+            self._open = False
+
+        self.env.hand_in(close)
+
+    # -- a fleet of one, for clients in the engine's thread ----------------------------------------------------------------
+
+    def on_outcome(self, watcher: Callable[[int, float, str], None]) -> None:
+        """Call ``watcher(request_id, time_s, status)`` when a request leaves."""
+        self._watchers.append(watcher)
+
+    def submit(self, request: Request, output_tokens: int) -> None:
+        """Queue a request of a scenario now: its prompt is made up, its length is pinned."""
+        self._submit(Submission(request, [], output_tokens))
+
+    def drop(self, request_id: int) -> None:
+        """Abort a request now."""
+        now_s = self.env.now
+        seq = self.scheduler.abort(request_id, now_s)
+        if seq is None:
+            return
+        self._take_out(request_id)
+        self._events += 1
+        if self._observer is not None:
+            self._observer.aborted(request_id)
+        self._leave(Left(seq.request, seq, now_s, "aborted"))
+
+    def _submit(self, submission: Submission) -> None:
+        request, now_s = submission.request, self.env.now
+        seq = self.scheduler.submit(request, now_s)
+        if isinstance(seq, str):
+            self._leave(Left(request, None, now_s, "rejected", seq))
+            return
+        limit = request.max_output_tokens
+        if submission.output_tokens is not None:
+            limit = min(limit, submission.output_tokens)
+        stream = Stream(
+            request, submission.prompt or self._prompts.tokens(request), limit=limit,
+            stop_tokens=submission.stop_tokens if submission.output_tokens is None else frozenset(), sampling=submission.sampling,
+        )  # fmt: skip
+        stream.seq = seq
+        self.streams[request.request_id] = stream
+        self._events += 1
+        if self._observer is not None:
+            self._observer.submitted(request.request_id)
+
+    # -- the loop -------------------------------------------------------------------------------------------------------
+
+    def run(self, *, forever: bool = False) -> float:
+        """Serve until nothing is due and nothing waits (``forever``: until ``stop``). Returns the instant of the end, seconds.
+
+        Raises whatever the runner raises when no sequence can be executed any more, and BrokenPolicyError.
+        """
+        self._open = forever
+        self._clock.start()
+        self._mark_s = time.perf_counter()
+        now_s = self.env.now
+        while True:
+            self._deliver(now_s, {})
+            ask_s = self._fill(now_s)
+            if self._flights:
+                now_s = self._finish_step(now_s)
+                continue
+            due_s = min(ask_s, self.env.next_s())
+            if due_s == math.inf and not self._open:
+                return now_s
+            self._clock.wait(due_s, self.env)
+            due_s = min(ask_s, self.env.next_s())
+            if due_s < math.inf:
+                now_s = max(now_s, due_s)
+                self.env.run_until(now_s)
+
+    def _fill(self, now_s: float) -> float:
+        """Plan and launch as many steps as may be in flight. Returns when the policy wants to be asked again if nothing is."""
+        scheduler = self.scheduler
+        ask_s = math.inf
+        while len(self._flights) < scheduler.max_in_flight and scheduler.has_work:
+            plan = scheduler.schedule(now_s)
+            for seq in plan.ended:
+                self._take_out(seq.request_id)
+                self._leave(Left(seq.request, seq, now_s, "kv_capacity"))
+            for seq in plan.preempted:  # a plan that only makes room is empty
+                self._decodes.remove(seq.request_id)
+                self._released.append(seq.request_id)
+            if plan.empty:
+                if scheduler.waiting_count and plan.ask_again_s > now_s:
+                    ask_s = plan.ask_again_s
+                break
+            self._launch(plan)
+        return ask_s
+
+    def _launch(self, plan: BatchPlan) -> None:
+        begin = time.perf_counter()
+        decodes, pool = self._decodes, self.scheduler.pool
+        if self._observer is not None:
+            self._observer.planned(plan)
+        if plan.decodes and plan.decodes != len(decodes.ids):
+            decodes.drop_drained()
+        entries = decodes.entries(plan.clock) if plan.decodes else []
+        entries += chunk_entries(plan, self.streams, pool)
+        flight = _Flight(plan, decodes, [self.streams[seq.request_id] for seq in plan.completing])
+        for stream in flight.completing:
+            decodes.add(stream)
+        flight.batch = StepInput(entries, tuple(self._released))
+        flight.used_blocks = pool.total - pool.free
+        flight.events_before_commits, self._events_before_commits = self._events_before_commits, []
+        self._released.clear()
+        self._events = 0
+        flight.schedule_s = begin - self._mark_s
+        self._mark_s = time.perf_counter()
+        flight.prepare_s = self._mark_s - begin
+        self._flights.append(flight)
+        try:
+            flight.launched = self._runner.launch(flight.batch)
+        except Exception as error:  # whatever a kernel or a third party's back end raises: find the request at fault
+            flight.launched = run_one_by_one(self._runner, flight.batch, error)
+
+    def _collect(self, flight: _Flight) -> StepOutput:
+        if isinstance(flight.launched, StepOutput):
+            return flight.launched
+        try:
+            return self._runner.collect(flight.launched)
+        except Exception as error:
+            return run_one_by_one(self._runner, flight.batch, error)
+
+    def _finish_step(self, begin_s: float) -> float:
+        """Wait for the oldest step in flight, commit it as of its end, which is returned."""
+        flight = self._flights.popleft()
+        output = self._collect(flight)
+        lap = self._clock.lap(begin_s, output)
+        self._mark_s = time.perf_counter()
+        end_s = begin_s + lap.duration_s
+        self.env.run_until(end_s)
+        self._events_before_commits.append(self._events)
+        gaps_s = self._take_tokens(flight, output, end_s)
+        finished = self._finished(flight, output)
+        self.scheduler.commit(flight.plan, StepResult(end_s, finished))
+        if self._observer is not None:
+            self._observer.stepped(
+                Step(
+                    flight.plan, begin_s, end_s, *lap, flight.schedule_s, flight.prepare_s, output, flight.used_blocks,
+                    flight.events_before_commits, finished, gaps_s,
+                )
+            )  # fmt: skip
+        for seq, reason in finished:
+            self._prompts.remember(seq.request, self.streams[seq.request_id].tokens)
+            self._take_out(seq.request_id)
+            self._leave(Left(seq.request, seq, end_s, reason, output.errors.get(seq.request_id, "")))
+        self._deliver(end_s, output.tokens)
+        self.env.run_until(end_s)  # what the finishes caused at this very instant
+        return end_s
+
+    def _take_tokens(self, flight: _Flight, output: StepOutput, end_s: float) -> list[float]:
+        """Append the step's tokens to their streams; returns the gaps to the tokens before."""
+        tokens, decodes = output.tokens, flight.decodes
+        rest = flight.completing
+        gaps_s = []
+        if output.errors or flight.plan.withdrawn or (self.scheduler.max_in_flight > 1 and any(s.seq.state != DECODING for s in decodes)):
+            rest = decodes + rest  # not all of them want a token, or get one
+        else:
+            gaps_s = [end_s - stream.token_s for stream in decodes]
+            for stream, request_id in zip(decodes, flight.decode_ids):
+                stream.tokens.append(tokens[request_id][0])
+                stream.token_s = end_s
+        for stream in rest:
+            produced = tokens.get(stream.request.request_id)
+            if produced is not None and stream.seq.state != ENDED:
+                if stream.token_s == stream.token_s:
+                    gaps_s.append(end_s - stream.token_s)
+                stream.tokens.append(produced[0])
+                stream.token_s = end_s
+        return gaps_s
+
+    def _finished(self, flight: _Flight, output: StepOutput) -> list[tuple[Sequence, str]]:
+        """The sequences that end with the step, by id."""
+        finished = []
+        for request_id in output.errors:
+            stream = self.streams.get(request_id)
+            if stream is not None:
+                stream.seq.keys = None  # nothing that it computed may be shared
+                finished.append((stream.seq, "error"))
+        for stream in [*flight.due, *flight.completing]:
+            if stream.seq.state != ENDED and stream.request.request_id not in output.errors:
+                reason = stream.end_reason()
+                if reason is not None:
+                    finished.append((stream.seq, reason))
+        finished.sort(key=lambda pair: pair[0].request_id)
+        return finished
+
+    # -- leaving --------------------------------------------------------------------------------------------------------
+
+    def _take_out(self, request_id: int) -> None:
+        self._decodes.remove(request_id)
+        self._released.append(request_id)
+        del self.streams[request_id]
+
+    def _leave(self, left: Left) -> None:
+        self._left.append(left)
+        if self._observer is not None:
+            self._observer.left(left)
+        for watcher in self._watchers:
+            watcher(left.request.request_id, left.time_s, left.status if left.status != "rejected" else f"rejected: {left.detail}")
+
+    def _deliver(self, end_s: float, tokens: Mapping[int, tuple[int, ...]]) -> None:
+        if not tokens and not self._left:
+            return
+        left, self._left = self._left, []
+        if self._on_tokens is not None:
+            self._on_tokens(end_s, tokens, left)

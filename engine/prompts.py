@@ -1,0 +1,42 @@
+"""What the prompts of a scenario say: random tokens, equal where the scenario says that content is equal."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+from serving.request import Request
+
+
+class Prompts:
+    """Makes the prompt of a request from the seed and its id alone; full blocks with a content key are made from seed and key.
+
+    A later turn of a session quotes what was generated before it: ``remember`` keeps that under the keys it will be asked for by.
+    """
+
+    def __init__(self, seed: int, vocab: int, block_tokens: int) -> None:
+        self._seed = seed
+        self._vocab = vocab
+        self._block_tokens = block_tokens
+        self._generated: dict[tuple, list[int]] = {}
+
+    def tokens(self, request: Request) -> list[int]:
+        """The prompt of ``request``, ``prompt_tokens`` long."""
+        made: list[int] = []
+        for key in request.prefix_hashes:
+            made += self._generated.get(key) or self._draw(repr(key), self._block_tokens)
+        return made + self._draw(f"request {request.request_id}", request.prompt_tokens - len(made))
+
+    def remember(self, request: Request, tokens: list[int]) -> None:
+        """Keep the blocks that ``request`` generated (the end of its prompt in the first of them), if a later turn may quote them."""
+        seed = request.generated_hash_seed
+        if seed is None:
+            return
+        width = self._block_tokens
+        for index in range(len(request.prefix_hashes), len(tokens) // width):
+            self._generated[(seed, index)] = tokens[index * width : (index + 1) * width]
+
+    def _draw(self, name: str, count: int) -> list[int]:
+        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, zlib.crc32(name.encode())])))
+        return rng.integers(0, self._vocab, count).tolist()

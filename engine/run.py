@@ -1,0 +1,116 @@
+"""A scenario served by the engine, into the same run directory that the simulator writes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.accounts import Accounts
+from engine.clocks import Clock
+from engine.loop import Loop, StepRunner
+from engine.prompts import Prompts
+from serving.clients import start_clients
+from serving.errors import InputError
+from serving.kv_pool import KVPool
+from serving.metrics import Metrics
+from serving.policies.build import build_policies
+from serving.recording import Recording
+from serving.records import RunWriter
+from serving.scenario import Scenario
+from serving.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A runner and what a scenario must know of it. ``blocks`` includes the reserved one; ``device`` and ``versions`` go to run.yaml."""
+
+    runner: StepRunner
+    blocks: int
+    max_model_len: int
+    vocab: int
+    device: str
+    gpu_usd_per_h: float | None = None
+    versions: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRun:
+    """``summary`` is the contents of summary.json; ``partial`` marks a run that was interrupted."""
+
+    summary: dict[str, Any]
+    partial: bool
+
+
+def build_loop(scenario: Scenario, engine: Engine, clock: Clock, **options: Any) -> Loop:
+    """A loop for the scenario's policies on a pool with named blocks; ``options`` are those of ``Loop``. Raises InputError."""
+    cache, policy = scenario.kv_cache, scenario.policy
+    if policy.batching.max_in_flight > 2:
+        raise InputError("policy.batching.max_in_flight", "the engine plans at most one step ahead", "1 or 2")
+    pool = KVPool(engine.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching, named=True)
+    scheduler = Scheduler(pool, build_policies(policy), max_in_flight=policy.batching.max_in_flight)
+    return Loop(scheduler, engine.runner, clock, Prompts(scenario.seed, engine.vocab, cache.block_tokens), **options)
+
+
+def serve_scenario(
+    scenario: Scenario, engine: Engine, clock: Clock, *, out: Path | None = None, prepare: Callable[[Loop], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> EngineRun:  # fmt: skip
+    """Replay ``scenario`` (its arrivals at their times, its lengths pinned) and return what its users saw; ``out`` keeps every step and plan.
+
+    ``prepare(loop)`` may put more on the timeline, aborts for instance; ``progress(requests that have left)`` is called now and then.
+    Raises InputError for a scenario that a single engine cannot serve, before anything is written. Ctrl-C ends the run early.
+    """
+    if scenario.cluster.replicas != 1:
+        raise InputError("cluster.replicas", f"one engine is one replica, not {scenario.cluster.replicas}", "set it to 1")
+    metrics = Metrics(
+        [row.name for row in scenario.workload.classes] or ["default"], scenario.slo.targets,
+        warmup_s=scenario.measure.warmup_s, cooldown_s=scenario.measure.cooldown_s, keep_rows=out is not None,
+    )  # fmt: skip
+    with _writer(out) as writer:
+        accounts = Accounts(metrics, Recording(writer.steps, writer.plans, path=lambda plan: accounts.path) if writer else None,
+                            writer.engine_steps if writer else None, progress)  # fmt: skip
+        loop = build_loop(scenario, engine, clock, observer=accounts)
+        start_clients(
+            loop, scenario.workload, seed=scenario.seed, block_tokens=scenario.kv_cache.block_tokens, max_model_len=engine.max_model_len,
+            prefix_caching=scenario.kv_cache.prefix_caching, slo=scenario.slo,
+        )  # fmt: skip
+        if prepare is not None:
+            prepare(loop)
+        partial = False
+        try:
+            loop.run()
+        except KeyboardInterrupt:
+            partial = True
+        totals = accounts.totals(loop.scheduler, gpus=scenario.cluster.tensor_parallel, gpu_usd_per_h=engine.gpu_usd_per_h)
+        summary = metrics.summary(scenario=scenario.name, seed=scenario.seed, totals=totals)
+        if writer is not None:
+            writer.publish(
+                scenario=resolved(scenario, engine), seed=scenario.seed, device=engine.device, summary=summary, requests=metrics.columns(),
+                class_names=metrics.class_names, partial=partial, versions=engine.versions,
+            )  # fmt: skip
+    return EngineRun(summary, partial)
+
+
+def resolved(scenario: Scenario, engine: Engine) -> dict[str, Any]:
+    """The scenario as plain data, with the pool and the longest sequence that the engine really had."""
+    cache = scenario.kv_cache.model_copy(update={"blocks": engine.blocks})
+    return scenario.model_copy(update={"kv_cache": cache, "max_model_len": engine.max_model_len}).resolved()
+
+
+def longest_sequence(scenario: Scenario, blocks: int, llm_max: int) -> int:
+    """The scenario's ``max_model_len``, or as much of the network's as the pool of ``blocks`` holds; as the simulator has it."""
+    return scenario.max_model_len or min(llm_max, max(1, blocks - 1) * scenario.kv_cache.block_tokens)
+
+
+@contextlib.contextmanager
+def _writer(out: Path | None) -> Iterator[RunWriter | None]:
+    if out is None:
+        yield None
+        return
+    with RunWriter(out, steps=True, plans=True, engine_steps=True) as writer:
+        yield writer
+
+

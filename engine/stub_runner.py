@@ -1,0 +1,87 @@
+"""A runner that computes nothing: it keeps what a KV cache would hold, checks what each step reads, and takes the time it is told.
+
+With it the engine's loop serves random workloads thousands of times faster than any network could, while every block table, every chunk and
+every token that the loop hands over is held against what the cache really contains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.graphs import StepPath
+from engine.step import LAST_SAMPLED, SequenceInput, StepInput, StepOutput, StepTimes
+
+
+class StubRunner:
+    """``duration_s(batch)`` is what a step takes; ``fault(sequence)`` may return why a sequence fails, or raise.
+
+    The token that follows a text depends on all of it, as in a network: a wrong block anywhere in a context changes what comes next.
+    """
+
+    def __init__(
+        self, block_tokens: int, duration_s: Callable[[StepInput], float], *, vocab: int = 1009, check: bool = True,
+        fault: Callable[[SequenceInput], str | None] | None = None,
+    ) -> None:  # fmt: skip
+        self.steps = 0
+        self._width = block_tokens
+        self._duration_s = duration_s
+        self._vocab = vocab
+        self._check = check
+        self._fault = fault
+        self._blocks: dict[int, list[int]] = {}  # block -> digest of the text up to and including each of its tokens
+        self._last: dict[int, int] = {}
+        self._context: dict[int, list[int]] = {}  # request -> digest at the end of each full block that it has read so far
+
+    def execute(self, batch: StepInput) -> StepOutput:
+        """Run one step to its end."""
+        return self.collect(self.launch(batch))
+
+    def launch(self, batch: StepInput) -> tuple:
+        """Write the step's tokens; raises AssertionError for a table or a position that contradicts the cache."""
+        self.steps += 1
+        for request_id in batch.released:
+            self._context.pop(request_id, None)
+        tokens: dict[int, tuple[int, ...]] = {}
+        errors: dict[int, str] = {}
+        for sequence in batch.sequences:
+            reason = self._fault(sequence) if self._fault is not None else None
+            if reason is not None:
+                errors[sequence.request_id] = reason
+                continue
+            digest = self._write(sequence) if self._check else sequence.start
+            if sequence.sampled_rows:
+                token = digest % self._vocab
+                self._last[sequence.request_id] = token
+                tokens[sequence.request_id] = (token,)
+        return batch, tokens, errors
+
+    def collect(self, step: tuple) -> StepOutput:
+        """Return the tokens of a launched step."""
+        batch, tokens, errors = step
+        times = StepTimes(0.0, 0.0, 0.0, 0.0, self._duration_s(batch))
+        return StepOutput(tokens, StepPath("eager", sum(len(sequence.tokens) for sequence in batch.sequences), 0), times, errors)
+
+    def _write(self, sequence: SequenceInput) -> int:
+        """Put the new tokens behind those in the cache; returns the digest of the whole text."""
+        table, width, start = sequence.block_table, self._width, sequence.start
+        end = start + len(sequence.tokens)
+        assert len(table) == -(-end // width), f"request {sequence.request_id}: {len(table)} blocks for {end} tokens"
+        assert 0 not in table, f"request {sequence.request_id}: block 0 is reserved"
+        context = self._context.setdefault(sequence.request_id, [])
+        found = [self._blocks[block][width - 1] for block in table[: start // width]]
+        assert found[: len(context)] == context, f"request {sequence.request_id}: somebody wrote into its blocks"
+        context[:] = found
+        digest = 0
+        if start:
+            held = self._blocks.get(table[(start - 1) // width], [])
+            offset = (start - 1) % width
+            assert len(held) > offset, f"request {sequence.request_id}: position {start - 1} was never written"
+            digest = held[offset]
+        for position, token in enumerate(sequence.tokens, start):
+            value = self._last[sequence.request_id] if token == LAST_SAMPLED else token
+            digest = (digest * 1_000_003 + value + 1) & 0xFFFFFFFFFFFF
+            block = self._blocks.setdefault(table[position // width], [])
+            del block[position % width :]
+            assert len(block) == position % width, f"request {sequence.request_id}: position {position} leaves a hole in its block"
+            block.append(digest)
+        return digest

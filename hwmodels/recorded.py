@@ -1,0 +1,50 @@
+"""The ``recorded`` latency model: step n takes what step n took in a run that was measured.
+
+With it a simulation of the same scenario must reach the instants of that run exactly, or its decisions differ: the comparison without noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hwmodels.latency import AllReduce, check_options
+from serving.catalog import Gpu
+from serving.errors import InputError
+from serving.llm import Llm
+from serving.plan import BatchPlan
+
+
+class Recorded:
+    """Prices plans by their number. Beyond the recording (another scenario, or a question of what saturates) steps take its mean."""
+
+    def __init__(self, durations_s: Sequence[float]) -> None:
+        """``durations_s[n]`` is what step n took; at least one."""
+        self._durations_s = list(durations_s)
+        self._mean_s = sum(self._durations_s) / len(self._durations_s)
+
+    def step_s(self, shape: BatchPlan) -> float:
+        """Seconds of the step with the plan's number."""
+        return self._durations_s[shape.step] if shape.step < len(self._durations_s) else self._mean_s
+
+    def run_s(self, shape: BatchPlan, steps: int) -> list[float]:
+        """Seconds of that step and those after it."""
+        known = self._durations_s[shape.step : shape.step + steps]
+        return known + [self._mean_s] * (steps - len(known))
+
+
+def build(options: Mapping[str, Any], *, llm: Llm, gpu: Gpu, tensor_parallel: int, weight_dtype: str | None, kv_dtype: str,
+          all_reduce_s: AllReduce | None, where: str) -> Recorded:  # fmt: skip
+    """Factory of ``latency: {name: recorded, run: DIR}``. Raises InputError when DIR is no run of one replica with a row per step."""
+    from serving.records import open_run
+
+    check_options(options, ("run",), where)
+    if "run" not in options:
+        raise InputError(f"{where}.run", "names the run directory whose steps are replayed", "give run: DIR")
+    steps = open_run(options["run"]).steps
+    if not len(steps) or (steps["steps"] != 1).any() or (steps["replica"] != steps["replica"].iat[0]).any():
+        raise InputError(f"{where}.run", f"{options['run']} does not record every step of one replica", "an engine's run does")
+    ordered = steps.sort_values("step")
+    if ordered["step"].tolist() != list(range(len(ordered))):
+        raise InputError(f"{where}.run", f"{options['run']} lacks steps")
+    return Recorded(ordered["duration_s"].tolist())
