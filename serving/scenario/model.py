@@ -25,6 +25,7 @@ from serving.scenario.fields import (
     spec_field,
     where_of,
 )
+from serving.scenario.planning import Plan
 from serving.scenario.workload import Workload
 
 WeightDtype = Literal["auto", "bf16", "fp16", "fp8", "int8", "int4", "mxfp4", "nvfp4"]
@@ -224,6 +225,7 @@ class Scenario(BaseModel):
     slo: Slo = Slo()
     faults: Annotated[Faults | None, Field(description="what breaks while it serves")] = None
     measure: Measure = Measure()
+    plan: Annotated[Plan | None, Field(description="what `twinserve plan` may choose from")] = None
 
     @field_validator("version", mode="before")
     @classmethod
