@@ -16,6 +16,8 @@ COMMANDS = {
     "run": ("sim.cli", "Simulate a scenario and print what its users saw."),
     "memory": ("hwmodels.cli", "How much KV cache a language model leaves on a GPU, and what limits it."),
     "list": ("sim.cli", "Names that a scenario may use."),
+    "sweep": ("sim.study.cli", "Simulate a scenario at many settings: grids, lists, random draws."),
+    "plan": ("sim.study.cli", "Find the cheapest fleet that meets a scenario's objectives."),
     "report": ("validate.report.cli", "Turn runs into a page, an explanation or a timeline."),
     "prove": ("validate.report.cli", "Prove or refute the constraints that a deployment declares."),
     "import": ("validate.cli", "Turn the file of a load generator or an engine into a run directory."),

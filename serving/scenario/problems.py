@@ -32,6 +32,8 @@ def to_input_error(error: ValidationError, raw: dict, where: Callable[[tuple], s
         return InputError(where(path + (context["key"],)), "unknown key", nearest(context["key"], context["known"]))
     if kind == "slo_class":
         return InputError(where(("slo", "classes", context["key"])), "no such class in workload.classes", nearest(context["key"], context["known"]))
+    if kind == "too_short":
+        return InputError(where(path), "must not be empty")
     if kind == "missing":
         return InputError(where(path), "this key is required")
     if kind == "literal_error":

@@ -1,0 +1,125 @@
+"""Tables of studies for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any
+
+from sim.study.sweep import Sweep
+from sim.study.verdict import t_reach
+from sim.tables import console_for
+
+_SWEEP = (  # column of the table, heading, factor, decimals of a small figure
+    ("ttft_s.p99", "TTFT p99 ms", 1e3), ("tpot_s.p99", "TPOT p99 ms", 1e3), ("goodput_rps", "goodput /s", 1.0),
+    ("output_tokens_per_s", "output tok/s", 1.0), ("slo_attainment.overall", "in SLO %", 100.0), ("load_factor", "load", 1.0),
+    ("usd_per_million_output_tokens", "$/M out", 1.0),
+)  # fmt: skip
+_ROWS = 200
+
+
+def figure(value: float | None) -> str:
+    """Three or so significant digits; a dash for nothing."""
+    if value is None:
+        return "-"
+    size = abs(value)
+    return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.01 or value == 0 else f"{value:.2g}"
+
+
+def print_sweep(name: str, sweep: Sweep, file: IO[str]) -> None:
+    """One row per setting; with several seeds, means and the half width of their 95 % interval."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in sweep.rows:
+        groups.setdefault(str([row[path] for path in sweep.paths]), []).append(row)
+    several = max(map(len, groups.values())) > 1
+    header = [path.split(".")[-1] if _unique_ends(sweep.paths) else path for path in sweep.paths] + [title for _, title, _ in _SWEEP]
+    body = [[*(_shown(rows[0][path]) for path in sweep.paths), *_figures(rows)] for rows in groups.values()]
+    lines = [f"{name}: {len(groups)} settings" + (f", {len(sweep.rows)} runs; +- is half the 95 % interval over seeds" if several else "")]
+    write(file, lines, header, body[:_ROWS], words=len(sweep.paths))
+    if len(body) > _ROWS:
+        file.write(f"... and {len(body) - _ROWS} more: --json or --out has them all\n")
+
+
+def _unique_ends(paths: Sequence[str]) -> bool:
+    ends = [path.split(".")[-1] for path in paths]
+    return len(set(ends)) == len(ends)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    why = next((row["not_run"] for row in rows if row["not_run"] is not None), None)
+    if why is not None:
+        return [f"not run: {why}"[:110], *[""] * (len(_SWEEP) - 1)]
+    cells = []
+    for column, _, factor in _SWEEP:
+        values = [row[column] * factor for row in rows if row.get(column) is not None]
+        if not values:
+            cells.append("-")
+            continue
+        mean = sum(values) / len(values)
+        cells.append(figure(mean) + (f" +-{figure(t_reach(values, 0.975))}" if len(values) > 1 else ""))
+    return cells
+
+
+def write(file: IO[str], lines: Sequence[str], header: Sequence[str], body: Sequence[Sequence[str]], *, words: int) -> None:
+    """A heading and a table: plain ASCII as wide as it needs to be where ``file`` is no terminal."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    plain = not file.isatty()
+    console = console_for(file, 400 if plain else None)
+    table = Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    for index, title in enumerate(header):
+        table.add_column(escape(title), justify="left" if index < words else "right", no_wrap=plain)
+    for row in body:
+        table.add_row(*map(escape, row))
+    with console.capture() as printed:
+        for line in lines:
+            console.print(escape(line), highlight=False)
+        console.print()
+        console.print(table)
+    file.writelines(line.rstrip() + "\n" for line in printed.get().splitlines())
+
+
+def print_plan(plan: Mapping[str, Any], file: IO[str]) -> None:
+    """The ranked fleets, what stands against the rest, and the advice."""
+    columns: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
+        ("fleet", lambda row: row["name"]), ("$/h", lambda row: figure(row["cost_per_hour_usd"])), ("GPUs", lambda row: str(row["gpus"])),
+        ("$/M out", lambda row: figure(row["usd_per_million_output_tokens"])), ("in SLO %", _attained), ("load", _load),
+        ("peak load", lambda row: figure(row["peak_load_factor"])), ("TTFT p99 ms", _ttft), ("TPOT p99 ms", lambda row: _ms(row, "tpot_p99_s")),
+        ("goodput/GPU", lambda row: figure(row["goodput_rps_per_gpu"])), ("head-room", _room),
+    ]  # fmt: skip
+    feasible = [row for row in plan["plans"] if row["feasible"]]
+    write(file, plan["headline"], [title for title, _ in columns], [[cell(row) for _, cell in columns] for row in feasible], words=1)
+    for title, lines in (("What breaks first", plan["breaks_first"]), ("Trade-offs", plan["advice"]), ("Operating points", plan["operating_point_lines"]), ("Not chosen", plan["rest"])):
+        if lines:
+            file.write(f"\n{title}\n" + "".join(f"  {line}\n" for line in lines))
+
+
+def _attained(row: Mapping[str, Any]) -> str:
+    low, high = row["slo_attainment_interval"]
+    return f"{row['slo_attainment'] * 100:.2f} [{low * 100:.2f}, {high * 100:.2f}]"
+
+
+def _load(row: Mapping[str, Any]) -> str:
+    if row["load_factor"] is None:
+        return "-"
+    low, high = row["load_factor_interval"]
+    return f"{row['load_factor']:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _ms(row: Mapping[str, Any], key: str) -> str:
+    return "-" if row[key] is None else figure(row[key] * 1e3)
+
+
+def _ttft(row: Mapping[str, Any]) -> str:
+    if row["ttft_p99_range_s"] is None:
+        return _ms(row, "ttft_p99_s")
+    return " to ".join(figure(edge * 1e3) for edge in row["ttft_p99_range_s"])
+
+
+def _room(row: Mapping[str, Any]) -> str:
+    return "" if row["headroom"] is None else f"+{row['headroom'] * 100:.0f} %"
