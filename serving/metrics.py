@@ -48,8 +48,8 @@ class FleetTotals:
     """What the replicas counted over the whole run."""
 
     duration_s: float  # from time zero to the last event
-    replicas: int
-    gpus: int  # of all replicas together
+    replicas: float  # on average, where they come and go
+    gpus: float  # of all replicas together
     gpu_usd_per_h: float | None  # price of one GPU; None when the catalogue has none
     busy_s: float  # seconds of steps, summed over replicas
     steps: int
@@ -79,11 +79,15 @@ class Metrics:
         warmup_s: float = 0.0,
         cooldown_s: float = 0.0,
         keep_rows: bool = False,
+        timeline_s: float | None = None,
     ) -> None:
         """``targets_of(class name)`` gives the class's objectives (TTFT, TPOT, E2E) in seconds, infinite where there is none.
 
-        ``keep_rows`` keeps about 100 bytes a request for ``columns()``.
+        ``keep_rows`` keeps about 100 bytes a request for ``columns()``. ``timeline_s`` also counts, in windows of that length by
+        arrival, the requests and those that met their objectives.
         """
+        self._timeline_s = timeline_s
+        self._timeline = np.zeros((2, 0), dtype=np.int64)
         self.warmup_s = warmup_s
         self.cooldown_s = cooldown_s
         self.windowed = warmup_s > 0 or cooldown_s > 0  # then ``itl`` needs to know when each gap ended
@@ -219,6 +223,18 @@ class Metrics:
             "preempted": self._preempted,
         }
 
+    def timeline(self) -> list[tuple[float, int, int]]:
+        """Windows of ``timeline_s`` as (start, requests that arrived, of those that met their objectives); after ``summary``."""
+        counts, met = self._timeline
+        return [(index * self._timeline_s, int(count), int(good)) for index, (count, good) in enumerate(zip(counts, met))]
+
+    def _count_windows(self, arrivals_s: np.ndarray, met_s: np.ndarray) -> None:
+        windows = [(times_s // self._timeline_s).astype(np.int64) for times_s in (arrivals_s, met_s)]
+        size = max(self._timeline.shape[1], 1 + int(max(part.max(initial=-1) for part in windows)))
+        wider = np.zeros((2, size), dtype=np.int64)
+        wider[:, : self._timeline.shape[1]] = self._timeline
+        self._timeline = wider + np.stack([np.bincount(part, minlength=size) for part in windows])
+
     def _flush_rows(self) -> None:
         """Turn the buffered tuples into columns, count them, and measure those that are certainly inside the window."""
         rows = self._rows
@@ -242,6 +258,7 @@ class Metrics:
 
     def _measure(self, table: np.ndarray) -> None:
         """Add rows (shape (n, 12)) that lie inside the window to the histograms and the SLO counts."""
+        everybody = table
         group = table[:, 1].astype(np.int64)
         self._measured_by_class += np.bincount(group, minlength=len(self._classes))
         done = table[:, 11] == COMPLETED
@@ -254,6 +271,8 @@ class Metrics:
         ttft_limit_s, tpot_limit_s, e2e_limit_s = self._limits_s[group].T
         met = (ttft_s <= ttft_limit_s) & (tpot_s <= tpot_limit_s) & (e2e_s <= e2e_limit_s)
         self._met_by_class += np.bincount(group[met], minlength=len(self._classes))
+        if self._timeline_s is not None:
+            self._count_windows(everybody[:, 2], arrival_s[met])
         self._completed += len(table)
         self._prompt_tokens += int(prompt.sum())
         self._output_tokens += int(output.sum())

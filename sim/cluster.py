@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +14,7 @@ from serving.request import Request
 from sim.environment import PLAN, STEP_END, Environment
 from sim.replica import Replica
 
+OFFLINE = 1 << 50  # added to the outstanding tokens of a replica that takes no requests: more than any could have
 _LIST_BELOW = 32  # replicas: up to here a list finds its minimum faster than numpy does
 
 
@@ -28,6 +30,10 @@ class FleetSignals:
         """Index of the replica with the fewest outstanding prompt tokens; the lowest among equals."""
         tokens = self.outstanding_tokens
         return tokens.index(min(tokens)) if isinstance(tokens, list) else int(tokens.argmin())
+
+    def online(self, replica: int) -> bool:
+        """Whether the replica takes requests."""
+        return self.outstanding_tokens[replica] < OFFLINE
 
     def read(self, replicas: list[Replica]) -> None:
         """Take in the requests that have left each replica."""
@@ -59,6 +65,22 @@ class Cluster:
         self._eager = stepwise
         self._armed: list[tuple[float, bool]] = [(math.inf, False)] * len(replicas)
         self._watchers: list[Callable[[int, float, str], None]] = []
+        self._online = len(replicas)
+        self._held: deque[tuple[Request, int]] = deque()  # requests that came while no replica took any
+
+    @property
+    def held(self) -> int:
+        """Requests that wait for a replica to take them."""
+        return len(self._held)
+
+    def set_online(self, index: int, online: bool) -> None:
+        """Let a replica take requests, or keep new ones from it; those that were held go out as soon as there is a taker."""
+        if self.signals.online(index) == online:
+            return
+        self.signals.outstanding_tokens[index] += -OFFLINE if online else OFFLINE
+        self._online += 1 if online else -1
+        while self._held and self._online:
+            self._dispatch(*self._held.popleft())
 
     @property
     def now_s(self) -> float:
@@ -81,10 +103,20 @@ class Cluster:
             watcher(request_id, time_s, status)
 
     def submit(self, request: Request, output_tokens: int) -> int:
-        """Route a request now; returns the replica's index."""
-        now_s = self.env.now
+        """Route a request now; returns the replica's index, or -1 while no replica takes requests."""
         self.arrived += 1
-        self.arrivals_end_s = now_s
+        self.arrivals_end_s = self.env.now
+        return self._dispatch(request, output_tokens)
+
+    def resubmit(self, request: Request, output_tokens: int) -> int:
+        """Route a request again that a replica has lost; it keeps the time of its arrival."""
+        return self._dispatch(request, output_tokens)
+
+    def _dispatch(self, request: Request, output_tokens: int) -> int:
+        if not self._online:
+            self._held.append((request, output_tokens))
+            return -1
+        now_s = self.env.now
         index = self.choose(request, now_s)
         replica = self.replicas[index]
         replica.submit(request, output_tokens, now_s)
@@ -110,7 +142,7 @@ class Cluster:
         index = self._routing.route(request, signals)
         if not 0 <= index < len(self.replicas):
             raise IndexError(f"routing policy {type(self._routing).__name__} chose replica {index} of {len(self.replicas)}")
-        return index
+        return index if signals.online(index) else signals.least_outstanding()
 
     def _read_latest(self, now_s: float) -> None:
         """Read the signals as of the latest reading instant. Whatever would change a replica at or after one calls this first, so
@@ -156,7 +188,7 @@ class Cluster:
     @property
     def in_flight(self) -> int:
         """Requests that have arrived and not left."""
-        return sum(replica.scheduler.waiting_count + replica.scheduler.running.count for replica in self.replicas)
+        return len(self._held) + sum(replica.scheduler.waiting_count + replica.scheduler.running.count for replica in self.replicas)
 
     @property
     def end_s(self) -> float:

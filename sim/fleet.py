@@ -103,7 +103,8 @@ def build_fleet(
     """
     options = {"stepwise": stepwise, "audit": audit, "recording": recording}
     if not scenario.cluster.pools:
-        return build_cluster(parts["replicas"], metrics, **options)
+        scaling = scenario.cluster.autoscaling
+        return build_cluster(parts["replicas"], metrics, replicas=scaling.maximum if scaling is not None else None, **options)
     prefill = build_cluster(parts["prefill"], metrics, **options)
     decode = build_cluster(parts["decode"], metrics, env=prefill.env, first_label=len(prefill.replicas), **options)
     graph = LinkGraph(load_topology(scenario.cluster.topology, nodes=scenario.cluster.nodes))
@@ -149,25 +150,33 @@ def build_cluster(
     ``first_label`` numbers them in records. Raises InputError for a mistake in a policy.
     """
     scenario = parts.scenario
-    cache, policy = scenario.kv_cache, scenario.policy
+    policy = scenario.policy
     if policy.batching.max_in_flight > 2:
         raise InputError("policy.batching.max_in_flight", "at most 2 plans in flight can be simulated")
     built = []
     for index in range(replicas or scenario.cluster.replicas):
-        pool = KVPool(parts.capacity.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching)
-        scheduler = Scheduler(pool, build_policies(policy), max_in_flight=policy.batching.max_in_flight)
         label = first_label + index
         auditor = stream(scenario.seed, f"audit.{label}") if audit else None
         built.append(
             Replica(
-                index, scheduler, parts.latency, metrics, label=label, stepwise=stepwise, audit=auditor, audit_share=audit, recording=recording
+                index, new_scheduler(parts), parts.latency, metrics, label=label, stepwise=stepwise, audit=auditor, audit_share=audit, recording=recording
             )
         )  # fmt: skip
     return Cluster(env or Environment(), built, build_routing(policy), stepwise=stepwise)
 
 
+def new_scheduler(parts: Parts) -> Scheduler:
+    """An empty scheduler for one replica. Raises InputError for a mistake in a policy."""
+    cache, policy = parts.scenario.kv_cache, parts.scenario.policy
+    pool = KVPool(parts.capacity.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching)
+    return Scheduler(pool, build_policies(policy), max_in_flight=policy.batching.max_in_flight)
+
+
 def new_metrics(scenario: Scenario, *, keep_rows: bool = False) -> Metrics:
     """Metrics for the scenario's classes and objectives."""
     names = [row.name for row in scenario.workload.classes] or ["default"]
-    measure = scenario.measure
-    return Metrics(names, scenario.slo.targets, warmup_s=measure.warmup_s, cooldown_s=measure.cooldown_s, keep_rows=keep_rows)
+    measure, faults = scenario.measure, scenario.faults
+    return Metrics(
+        names, scenario.slo.targets, warmup_s=measure.warmup_s, cooldown_s=measure.cooldown_s, keep_rows=keep_rows,
+        timeline_s=faults.window_s if faults is not None else None,
+    )  # fmt: skip

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from serving.metrics import ABORTED, CAPACITY, COMPLETED, REJECTED
 from serving.plan import BatchPlan, StepResult
-from serving.request import Request
+from serving.request import Arrival, Request
 from serving.scheduler import HAND_OVER, BrokenPolicyError, Scheduler
 from serving.sequence import DECODING, Sequence
 from sim.oracle import Oracle
@@ -60,6 +60,7 @@ class Replica:
         # A replica that only prefills asks whether a sequence goes on elsewhere after its first token, and hands it over.
         self.goes_on: Callable[[Sequence], bool] | None = None
         self.on_hand_over: Callable[[Replica, Sequence, float], None] | None = None
+        self.on_record: Callable[[Sequence, float, str], None] | None = None  # as on_finish, with the whole sequence
         self.next_s = math.inf  # the next instant at which advance() has something to do
         self.finished_prompt_tokens = 0  # of requests that left; whoever reads it keeps its own last reading
         self.idle_s = 0.0
@@ -69,6 +70,8 @@ class Replica:
         self.cached_tokens = 0
         self.runs = 0  # plans priced, a run of many steps counting once
         self.last_end_s = 0.0
+        self._latency = latency
+        self._earlier_steps = self._earlier_preemptions = 0  # of schedulers that were lost
         self._price = latency.step_s
         self._price_run = latency.run_s
         self._metrics = metrics
@@ -142,6 +145,53 @@ class Replica:
         self.oracle.forget(request_id)
         self._record(seq, now_s, "aborted")
         return True
+
+    # -- faults ---------------------------------------------------------------------------------------------------------
+
+    def slow_down(self, factor: float, now_s: float) -> None:
+        """Steps that start from now on take ``factor`` times as long as the latency model says; 1 restores it."""
+        self._catch_up(now_s)
+        step_s, run_s = self._latency.step_s, self._latency.run_s
+        if factor == 1.0:
+            self._price, self._price_run = step_s, run_s
+        else:
+            self._price = lambda plan: factor * step_s(plan)
+            self._price_run = lambda plan, steps: [factor * duration_s for duration_s in run_s(plan, steps)]
+
+    def stall(self, seconds: float, now_s: float) -> None:
+        """The step being executed ends later; nothing happens to an idle replica."""
+        self._catch_up(now_s)
+        if self._plan is not None:
+            self._durations[-1] += seconds
+            self._ends[-1] += seconds
+            self.next_s = self._ends[-1]
+
+    def lose(self, scheduler: Scheduler, now_s: float) -> list[Arrival]:
+        """The process is gone with all it held and starts over with an empty ``scheduler``; returns the requests that were here."""
+        self._catch_up(now_s)
+        lost = [Arrival(seq.request, self.oracle.output_tokens(seq.request_id)) for seq in self.scheduler.live()]
+        self.finished_prompt_tokens += sum(request.prompt_tokens for request, _ in lost)
+        self._earlier_steps += self.scheduler.steps
+        self._earlier_preemptions += self.scheduler.preemptions
+        self.scheduler, self.oracle = scheduler, Oracle()
+        self._plan = self._queued = self._promised = None
+        self._fresh.clear()
+        self._gave_up.clear()
+        self.last_end_s = now_s
+        if self._idle_from_s == math.inf:
+            self._idle_from_s = now_s
+        self._start_s = self.next_s = math.inf
+        return lost
+
+    @property
+    def steps(self) -> int:
+        """Steps planned so far, by processes that were lost too."""
+        return self._earlier_steps + self.scheduler.steps
+
+    @property
+    def preemptions(self) -> int:
+        """Preemptions so far, by processes that were lost too."""
+        return self._earlier_preemptions + self.scheduler.preemptions
 
     def _catch_up(self, now_s: float) -> None:
         """Something is about to change: commit what has ended, cut the run in flight behind the step that is being executed."""
@@ -378,6 +428,8 @@ class Replica:
             )
         )  # fmt: skip
         metrics.flush_if_full()
+        if self.on_record is not None:
+            self.on_record(seq, now_s, reason)
         if self.on_finish is not None:
             self.on_finish(request.request_id, now_s, reason)
 

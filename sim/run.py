@@ -15,6 +15,7 @@ from serving.recording import Recording
 from serving.records import RunWriter
 from serving.request import Arrival
 from serving.scenario import Scenario
+from sim.attach import Dynamics, attach
 from sim.bottleneck import Fleet, fleet_of
 from sim.cluster import Cluster
 from sim.disaggregation import Disaggregated
@@ -67,14 +68,17 @@ def simulate(
     skipped: dict[str, int] = {}
     with _writer(out, records, plans) as writer:
         cluster = build_fleet(scenario, parts, metrics, stepwise=stepwise, audit=audit, recording=_recording(writer, parts))
+        dynamics = attach(cluster, scenario, parts, metrics)
         _start(
             cluster, arrivals, workload=scenario.workload, seed=scenario.seed, block_tokens=scenario.kv_cache.block_tokens, saturation_rps=saturation,
             max_model_len=min(part.max_model_len for part in parts.values()), prefix_caching=scenario.kv_cache.prefix_caching,
             slo=scenario.slo, skipped=skipped,
         )  # fmt: skip
         partial = not _run_to_end(cluster, scenario, progress, stop and (lambda: stop(metrics)))
-        load_factor = _load_factor(cluster, scenario, saturation)
-        summary = metrics.summary(scenario=scenario.name, seed=scenario.seed, totals=_totals(cluster, parts), load_factor=load_factor)
+        load_factor = _load_factor(cluster, scenario, saturation, dynamics)
+        summary = metrics.summary(scenario=scenario.name, seed=scenario.seed, totals=_totals(cluster, parts, dynamics), load_factor=load_factor)
+        if dynamics is not None:
+            summary["fleet"] = dynamics.report(cluster.end_s)
         if writer is not None:
             writer.publish(
                 scenario=scenario.resolved(), seed=scenario.seed, device=_device(parts), summary=summary,
@@ -165,34 +169,38 @@ def _run_watched(cluster: Cluster | Disaggregated, expected: int | None, progres
     return True
 
 
-def _totals(cluster: Cluster | Disaggregated, parts: dict[str, Parts]) -> FleetTotals:
+def _totals(cluster: Cluster | Disaggregated, parts: dict[str, Parts], dynamics: Dynamics | None) -> FleetTotals:
     replicas = cluster.replicas
     end_s = cluster.end_s
     gpus = sum(part.gpus for part in parts.values())
+    provisioned = len(replicas) if dynamics is None or not end_s else dynamics.provisioned_s(end_s) / end_s
     prices = [part.gpu.price_usd_per_h for part in parts.values()]
     return FleetTotals(
         duration_s=end_s,
-        replicas=len(replicas),
-        gpus=gpus,
+        replicas=provisioned,
+        gpus=gpus if dynamics is None else provisioned * parts["replicas"].scenario.cluster.tensor_parallel,
         gpu_usd_per_h=None if None in prices else sum(part.gpus * part.gpu.price_usd_per_h for part in parts.values()) / gpus,
         busy_s=sum(replica.busy_until(end_s) for replica in replicas),
-        steps=sum(replica.scheduler.steps for replica in replicas),
+        steps=sum(replica.steps for replica in replicas),
         events=cluster.arrived + sum(replica.runs for replica in replicas),
         kv_blocks=sum(replica.scheduler.pool.total for replica in replicas),
         kv_block_seconds=sum(replica.kv_block_seconds for replica in replicas),
         kv_max_fraction=max(replica.kv_max_blocks / replica.scheduler.pool.total for replica in replicas),
-        preemptions=sum(replica.scheduler.preemptions for replica in replicas),
+        preemptions=sum(replica.preemptions for replica in replicas),
         prompt_tokens=sum(replica.prompt_tokens for replica in replicas),
         cached_tokens=sum(replica.cached_tokens for replica in replicas),
         in_flight=cluster.in_flight,
     )
 
 
-def _load_factor(cluster: Cluster | Disaggregated, scenario: Scenario, saturation: _Saturation) -> float | None:
-    """Offered over saturated throughput; None where arrivals wait for answers."""
+def _load_factor(cluster: Cluster | Disaggregated, scenario: Scenario, saturation: _Saturation, dynamics: Dynamics | None) -> float | None:
+    """Offered over saturated throughput, of the replicas provisioned on average; None where arrivals wait for answers."""
     from serving.workload import follows_answers
 
     if cluster.arrivals_end_s <= 0 or follows_answers(scenario.workload):
         return None
     saturated = saturation.rate()
-    return None if not saturated else cluster.arrived / cluster.arrivals_end_s / saturated
+    if not saturated:
+        return None
+    share = 1.0 if dynamics is None else dynamics.provisioned_s(cluster.end_s) / cluster.end_s / scenario.cluster.replicas
+    return cluster.arrived / cluster.arrivals_end_s / (saturated * share)
