@@ -4,9 +4,7 @@ Every instant between arrival and finish belongs to exactly one cause. Time whil
 step did; time while it runs none is a stall. Per replica the split is a set of cumulative curves over time, so that the parts
 of a request are differences of interpolated values: all requests of a run at once, in O(steps + requests log steps).
 
-The split of a step comes from the run itself: step time is fitted (non-negative least squares, outlying steps put aside) on
-prefill tokens and sequences, decodes, their context and eager execution. What a step takes beyond 1.25 times its fit is put
-down to the clock (a slow GPU, a throttled clock, another tenant); smaller misfits are spread over the step's other parts.
+What a step did comes from the run itself: see `validate.step_parts`.
 
 What the records cannot tell is estimated and named in `ESTIMATED`: who shared a prefill step (in proportion to tokens) and, without
 plans, when a preempted request was out (the steps of its decode phase that gave it no token). Where prompts and answers have pools
@@ -23,6 +21,7 @@ import numpy as np
 
 from serving.errors import InputError, nearest
 from validate.run_data import Columns, RunData
+from validate.step_parts import fit_step_parts
 
 LABELS: Mapping[str, str] = {
     "queue": "waiting in the queue",
@@ -39,9 +38,7 @@ LABELS: Mapping[str, str] = {
 ESTIMATED = ("prefill_interference", "preemption", "transfer")
 CAUSES = tuple(LABELS)
 METRICS = ("ttft_s", "tpot_s", "e2e_s")
-SLOW_STEP = 1.25  # a step this many times its fit is slow: beyond what a linear fit of step time misses by itself
-_BASE, _PREFILL, _GRAPH, _CLOCK, _GAP, _COLD = range(6)  # the curves kept per replica
-_FIT_ROWS = 20_000
+_GAP, _COLD = 4, 5  # the curves kept per replica: the four parts of its steps, then the time between them and before them
 
 
 class Cause(NamedTuple):
@@ -82,54 +79,6 @@ class _Curves(NamedTuple):
 
 
 Timelines = dict[int, _Curves]  # by replica
-
-
-def eager_steps(steps: Columns) -> np.ndarray:
-    """Mask of the decode-only steps that ran outside captured graphs (``graph`` 0) although other steps of the run used one."""
-    eager = (steps["graph"] == 0) & (steps["prefill_tokens"] == 0)
-    return eager if (steps["graph"] > 0).any() else np.zeros(len(eager), bool)
-
-
-def _features(steps: Columns) -> np.ndarray:
-    """[rows, 6] totals per row: steps, decodes, context, prefill tokens, prefill sequences, eager steps."""
-    count = steps["steps"].astype(float)
-    return np.stack(
-        [
-            count,
-            steps["decode_seqs"] * count,
-            (steps["decode_context_tokens"] + (count - 1) / 2 * steps["decode_seqs"]) * count,
-            steps["prefill_tokens"].astype(float),
-            steps["prefill_seqs"].astype(float),
-            eager_steps(steps) * count,
-        ],
-        axis=1,
-    )
-
-
-def fit_step_parts(steps: Columns) -> np.ndarray:
-    """Return [rows, 4] seconds of each steps row: base, prefill, graph and clock, which add up to its duration."""
-    from scipy.optimize import nnls
-
-    features, duration = _features(steps), np.maximum(steps["duration_s"].astype(float), 1e-12)
-    stride = max(1, len(duration) // _FIT_ROWS)
-    sample = np.flatnonzero((np.arange(len(duration)) % stride == 0) | (features[:, 5] > 0))[: 2 * _FIT_ROWS]
-    scale = np.maximum(features[sample].max(axis=0), 1e-12)
-    weighted = features[sample] / scale / duration[sample, None]  # relative errors: short steps count as much as long ones
-    kept = np.ones(len(sample), bool)
-    for _ in range(4):
-        weights = nnls(weighted[kept], np.ones(kept.sum()))[0]
-        ratio = weighted @ weights
-        kept = (ratio > 1 / SLOW_STEP) & (ratio < SLOW_STEP)
-        if not kept.any():
-            break
-    priced = features * (weights / scale)
-    parts = np.stack([priced[:, :3].sum(1), priced[:, 3:5].sum(1), priced[:, 5], np.zeros(len(duration))], axis=1)
-    fitted = parts.sum(axis=1)
-    slow = duration > SLOW_STEP * fitted
-    parts[:, _CLOCK] = np.where(slow, duration - fitted, 0.0)
-    stretch = np.divide(duration, fitted, out=np.ones_like(duration), where=fitted > 0)
-    parts[~slow] *= stretch[~slow, None]
-    return parts
 
 
 def _curves(steps: Columns, parts: np.ndarray, rows: np.ndarray) -> _Curves:

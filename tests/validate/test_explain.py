@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from serving.errors import InputError
-from validate.explain import CAUSES, METRICS, attribute, eager_steps, explain, fit_step_parts, preempted_seconds, rank
+from validate.explain import CAUSES, METRICS, attribute, explain, explain_all, preempted_seconds, rank
 from validate.run_data import read_run
+from validate.step_parts import CLOCK, PREFILL, eager_steps, fit_step_parts
 
 SPIKES = ("host_stall", "clock", "graph_miss", "prefill_interference", "cold_start")
 
@@ -50,8 +51,28 @@ def test_step_parts_add_up_to_durations(make_run):
     steps = read_run(make_run(spike="clock")).steps
     parts = fit_step_parts(steps)
     np.testing.assert_allclose(parts.sum(axis=1), steps["duration_s"], rtol=1e-9)
-    slow = (steps["step"] >= 300) & (steps["step"] < 420)
-    assert (parts[slow, 3] > 0).all() and not (parts[~slow, 3] > 0).any()
+    assert (parts >= 0).all()
+    slow, alone = (steps["step"] >= 300) & (steps["step"] < 420), steps["prefill_tokens"] == 0
+    assert (parts[slow & alone, CLOCK] > 0).all() and not (parts[~slow, CLOCK] > 0).any()
+    assert np.mean(parts[slow & ~alone, CLOCK] > 0) > 0.9  # those between slow decode steps
+    np.testing.assert_allclose(parts[slow & alone, CLOCK], steps["duration_s"][slow & alone] * 2 / 3, rtol=0.02)  # three times too long
+
+
+@pytest.mark.parametrize(("scenario", "overrides"), [("agent-sessions", []), ("pd-8xh200", ["workload.requests=400"])])
+def test_long_prompts_are_not_blamed_on_the_clock(tmp_path, scenario, overrides):
+    """Attention over a long context makes chunks dearer than their tokens tell; the simulated GPU's clock is steady all the same."""
+    from serving.scenario import load
+    from sim.run import simulate
+
+    simulate(load(scenario, overrides), out=tmp_path / "run")
+    for metric, causes in explain_all(read_run(tmp_path / "run")).items():
+        assert all(row.share < 0.01 for row in causes if row.cause == "clock"), (metric, causes)
+
+
+def test_a_run_without_decode_steps_is_all_prefill(make_run):
+    steps = read_run(make_run()).steps
+    mixed = {name: column[steps["prefill_tokens"] > 0] for name, column in steps.items()}
+    np.testing.assert_allclose(fit_step_parts(mixed)[:, PREFILL], mixed["duration_s"])
 
 
 def test_runs_of_steps_in_one_row_explain_alike(make_run):
