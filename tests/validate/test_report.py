@@ -15,11 +15,11 @@ import pytest
 
 import twinserve
 from serving.errors import InputError
+from sim.study.pareto import front, select
 from validate.report import plotly_js, study, timeline
 from validate.report.build import build, run_page, runs_page
 from validate.report.headline import difference, number, percent, verdict
 from validate.report.page import render, write
-from validate.report.pareto import front, select
 from validate.run_data import read_run
 
 pytest.importorskip("plotly", reason="reports need plotly: pip install 'twinserve[study]'")

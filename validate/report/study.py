@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from serving.errors import InputError
-from validate.report.figure import SERIES, Figure, axis
+from sim.study.pareto import front
+from validate.report.figure import SERIES, Figure, axis, duration_axis
 from validate.report.headline import Card, Table, number, percent
 from validate.report.page import Page, Section
-from validate.report.pareto import front
 
 SWEEP_FILES = ("sweep.parquet", "sweep.csv")
 PLAN_FILE = "plan.json"
@@ -89,8 +89,9 @@ def _moves(columns: Mapping[str, list], along: str, by: str | None, metric: str)
         data.append({"type": "scatter", "mode": "lines+markers", "name": name, "x": order, "y": _plain(mean), "showlegend": bool(by),
                      "line": {"color": SERIES[index % len(SERIES)], "width": 2}, "marker": {"size": 6}})  # fmt: skip
     spread = values[np.isfinite(values) & (values > 0)]
-    log = len(spread) > 0 and spread.max() > 30 * spread.min() and "ms" in METRICS[metric][2]
-    layout = {"xaxis": axis(along, **({} if numeric else {"type": "category"})), "yaxis": axis(_heading(metric), **({"type": "log"} if log else {"rangemode": "tozero"}))}
+    log = len(spread) > 0 and spread.max() > 30 * spread.min() and METRICS[metric][2] == "ms"
+    up = duration_axis("", float(spread.min()), float(spread.max())) if log else axis(_heading(metric), rangemode="tozero")
+    layout = {"xaxis": axis(along, **({} if numeric else {"type": "category"})), "yaxis": up}
     return Figure(f"moves-{metric.replace('.', '-')}", METRICS[metric][0], "", data, layout, height_px=300)
 
 
@@ -109,7 +110,8 @@ def _front(columns: Mapping[str, list], names: Sequence[str], x: str, x_small: b
     edge = {"type": "scatter", "mode": "lines+markers", "name": "nothing beats these", "x": _plain(xs[order]), "y": _plain(ys[order]), "text": [text[i] for i in order],
             "line": {"color": "$vermillion", "width": 2, "shape": "hv" if x_small == y_small else "vh"}, "marker": {"size": 9, "symbol": "diamond"},
             "hovertemplate": "%{text}<br>%{x:,.4~g} · %{y:,.4~g}<extra></extra>"}  # fmt: skip
-    layout = {"xaxis": axis(_heading(x)), "yaxis": axis(_heading(y), type="log")}
+    known = ys[np.isfinite(ys) & (ys > 0)]
+    layout = {"xaxis": axis(_heading(x)), "yaxis": duration_axis(METRICS[y][0], float(known.min()), float(known.max()))}
     note = f"{'Left' if x_small else 'Right'} and down is better."
     return Figure(f"front-{x.split('.')[0]}", f"{METRICS[x][0]} against {METRICS[y][0]}", note, [dots, edge], layout, height_px=360)
 

@@ -1,4 +1,4 @@
-"""Operating points: which of them nothing else beats, and the best one under a bound."""
+"""Operating points: which of them nothing else beats, and the best one under bounds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def front(points: np.ndarray, smaller_is_better: Sequence[bool]) -> np.ndarray:
     cost = np.where(np.asarray(smaller_is_better), points, -points).astype(float)
     known = np.isfinite(cost).all(axis=1)
     kept = known.copy()
+    others = cost[known]
     for row in np.flatnonzero(known):
-        others = cost[known]
         beaten = ((others <= cost[row]).all(axis=1) & (others < cost[row]).any(axis=1)).any()
         kept[row] = not beaten
     return kept
@@ -37,3 +37,11 @@ def select(
     if not allowed.any():
         return None
     return int(np.argmin(np.where(allowed, values if smaller_is_better else -values, np.inf)))
+
+
+def balanced(points: np.ndarray, smaller_is_better: Sequence[bool]) -> int:
+    """Index of the point nearest to the best of every column at once, each column scaled to its range."""
+    cost = np.where(np.asarray(smaller_is_better), points, -points).astype(float)
+    low, high = cost.min(axis=0), cost.max(axis=0)
+    spread = np.where(high > low, high - low, 1.0)
+    return int(np.argmin((((cost - low) / spread) ** 2).sum(axis=1)))
