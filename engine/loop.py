@@ -139,7 +139,7 @@ class Loop:
         self._released: list[int] = []
         self._left: list[Left] = []
         self._open = False
-        self._events = 0  # submissions and aborts since the latest plan
+        self._events = 0  # submissions, refused ones included, and aborts since the latest plan
         self._events_before_commits: list[int] = []
         self._mark_s = 0.0  # when the tokens of the latest step arrived, by the host's clock
 
@@ -190,6 +190,7 @@ class Loop:
 
     def _submit(self, submission: Submission) -> None:
         request, now_s = submission.request, self.env.now
+        self._events += 1
         seq = self.scheduler.submit(request, now_s)
         if isinstance(seq, str):
             self._leave(Left(request, None, now_s, "rejected", seq))
@@ -203,7 +204,6 @@ class Loop:
         )  # fmt: skip
         stream.seq = seq
         self.streams[request.request_id] = stream
-        self._events += 1
         if self._observer is not None:
             self._observer.submitted(request.request_id)
 

@@ -47,7 +47,7 @@ PLAN_COLUMNS = {
 # What a real engine knows of each step besides: one row per row of steps.parquet. Host seconds split as in ``engine.step.StepTimes``
 # (``schedule_s``: from the tokens of the step before to this step's plan), device seconds, all as measured; ``measured_s`` is the whole
 # step on the machine's own clock, ``reference_s`` the reference step that normalised it (0: not normalised), ``events_before_commits``, for
-# each commit since the plan before, how many of the submissions and aborts that this plan saw came before it.
+# each commit since the plan before, how many of the submissions (refused ones included) and aborts that this plan saw came before it.
 ENGINE_STEP_COLUMNS = {
     "step": "int64", "path": "text", "rows": "int32", "query_key_pairs": "int64", "prefill_context_tokens": "int64", "logits_rows": "int32",
     "schedule_s": "float64", "prepare_s": "float64", "launch_s": "float64", "sample_s": "float64", "post_s": "float64", "device_s": "float64",

@@ -350,7 +350,7 @@ class Replica:
             self.recording.step(self.label, plan, self._run_start_s, end_s, self._used_blocks, finished)
         self._plan = None
         self._start_s = self.next_s = self.last_end_s = end_s
-        if not scheduler.has_work:
+        if not scheduler.has_work and self._queued is None:  # a plan made ahead is on its way, even if nobody waits for it any more
             self._idle_from_s = end_s
             self._start_s = self.next_s = math.inf
         for seq, reason in finished:

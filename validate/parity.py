@@ -72,7 +72,7 @@ class Recorded:
     requests: dict[int, Request]
     status: dict[int, str]
     output_tokens: dict[int, int]
-    refused: list[Event] = field(default_factory=list)
+    later: list[Event] = field(default_factory=list)  # refusals after the last plan
 
 
 class _OutOfStepError(Exception):
@@ -110,8 +110,7 @@ class _Replay:
         self._result = result
         self._sequences: dict[int, Sequence] = {}
         self._flights: deque[tuple[BatchPlan, Row]] = deque()
-        self._events = deque(event for row in recorded.rows for event in row.events)
-        self._refused = deque(recorded.refused)
+        self._events = deque([*(event for row in recorded.rows for event in row.events), *recorded.later])
         self._told = 0  # events so far
         self._before = _events_before_commits(recorded.rows)
         self._committed = 0
@@ -127,28 +126,22 @@ class _Replay:
                 self._commit()
                 self._tell(now_s)
             else:
-                due = [event[0].time_s for event in (self._events, self._refused) if event]
-                now_s = max(now_s, min(ask_s, rows[self.next_row].schedule_s, *due))
+                due_s = self._events[0].time_s if self._events else math.inf
+                now_s = max(now_s, min(ask_s, rows[self.next_row].schedule_s, due_s))
                 self._tell(now_s)
             ask_s = self._fill(now_s)
         self.scheduler.check()
 
     def _tell(self, until_s: float, count: float = math.inf) -> None:
-        """Tell the scheduler what happened until then, at most ``count`` submissions and aborts in all."""
-        events, refused = self._events, self._refused
-        while True:
-            mine = events and self._told < count and (events[0].time_s <= until_s or count < math.inf)
-            if refused and refused[0].time_s <= until_s and not (mine and _earlier(events[0], refused[0])):
-                self._submit(refused.popleft())
-            elif mine:
-                self._told += 1
-                event = events.popleft()
-                if event.kind == ABORT:
-                    self.scheduler.abort(event.request_id, event.time_s)
-                else:
-                    self._submit(event)
+        """Tell the scheduler what happened until then; with ``count``, that many events in all instead."""
+        events = self._events
+        while events and (self._told < count if count < math.inf else events[0].time_s <= until_s):
+            self._told += 1
+            event = events.popleft()
+            if event.kind == ABORT:
+                self.scheduler.abort(event.request_id, event.time_s)
             else:
-                return
+                self._submit(event)
 
     def _submit(self, event: Event) -> None:
         seq = self.scheduler.submit(self._recorded.requests[event.request_id], event.time_s)
@@ -211,10 +204,6 @@ class _Replay:
         self._committed += 1
 
 
-def _earlier(event: Event, refused: Event) -> bool:
-    return (event.time_s, event.request_id) < (refused.time_s, refused.request_id)
-
-
 def _events_before_commits(rows: list[Row]) -> list[float]:
     """For each commit in order, how many events of the whole run came before it; infinite where only their times can tell."""
     before: list[float] = []
@@ -241,14 +230,14 @@ def read(run: Run) -> Recorded:
     table = run.requests
     ids = table["request_id"].tolist()
     columns = {name: dict(zip(ids, table[name].tolist())) for name in ("arrival_s", "finish_s", "status", "output_tokens")}
-    refused = [Event(columns["arrival_s"][one], REFUSE, one) for one in ids if columns["status"][one] == "rejected"]
-    rows = list(_rows(run, columns))
+    refused = deque(sorted(Event(columns["arrival_s"][one], REFUSE, one) for one in ids if columns["status"][one] == "rejected"))
+    rows = list(_rows(run, columns, refused))
     known = {event.request_id for row in rows for event in row.events} | {event.request_id for event in refused}
     requests = _requests(scenario, known, columns["arrival_s"], run)
-    return Recorded(scenario, rows, requests, columns["status"], columns["output_tokens"], sorted(refused))
+    return Recorded(scenario, rows, requests, columns["status"], columns["output_tokens"], list(refused))
 
 
-def _rows(run: Run, columns: dict[str, dict]) -> Iterator[Row]:
+def _rows(run: Run, columns: dict[str, dict], refused: deque[Event]) -> Iterator[Row]:
     plans = run.plans
     steps = run.steps if run.has("steps") and len(run.steps) == len(plans) else None
     engine = run.engine_steps["events_before_commits"].tolist() if run.has("engine_steps") else None
@@ -263,14 +252,17 @@ def _rows(run: Run, columns: dict[str, dict]) -> Iterator[Row]:
             **counted,
         }
         before = None if engine is None else [int(count) for count in engine[at]]
-        yield Row(plan.schedule_s, plan.commit_s, _merged(submitted, aborted), before, [int(one) for one in plan.finished], decided)
+        seen = []
+        while refused and refused[0].time_s <= plan.schedule_s:
+            seen.append(refused.popleft())
+        yield Row(plan.schedule_s, plan.commit_s, _merged(_merged(submitted, seen), aborted), before, [int(one) for one in plan.finished], decided)
 
 
-def _merged(submitted: list[Event], aborted: list[Event]) -> list[Event]:
-    """Both in order of time; at equal times the submissions first, each list as it was."""
-    merged, waiting = [], deque(aborted)
+def _merged(submitted: list[Event], others: list[Event]) -> list[Event]:
+    """Both in order of time, at equal times by id, and a submission before its own abort; each list as it was."""
+    merged, waiting = [], deque(others)
     for event in submitted:
-        while waiting and waiting[0].time_s < event.time_s:
+        while waiting and (waiting[0].time_s, waiting[0].request_id) < (event.time_s, event.request_id):
             merged.append(waiting.popleft())
         merged.append(event)
     return merged + list(waiting)
