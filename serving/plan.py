@@ -101,3 +101,4 @@ class Outcome(NamedTuple):
     generated_tokens: int
     preemptions: int
     status: str
+    ttft_slo_s: float = math.inf

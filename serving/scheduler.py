@@ -403,6 +403,10 @@ class Scheduler:
         """Whether anything waits or runs."""
         return bool(self.waiting_count or self.running.count or self.landed)
 
+    def live(self) -> list[Sequence]:
+        """Every sequence that is here, in order of submission."""
+        return list(self._live.values())
+
     def head(self) -> Sequence | None:
         """The first waiting sequence in the ordering policy's order."""
         waiting = self.waiting

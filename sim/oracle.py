@@ -25,6 +25,10 @@ class Oracle:
         """A request left without ending here (aborted, refused, out of room)."""
         self._output_tokens.pop(request_id, None)
 
+    def output_tokens(self, request_id: int) -> int:
+        """True output length of a request that is here."""
+        return self._output_tokens[request_id]
+
     def joined(self, seq: Sequence) -> None:
         """``seq`` decodes from the step being planned on, with KV that came from elsewhere."""
         rest = self._output_tokens[seq.request_id] - seq.generated
