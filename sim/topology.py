@@ -42,6 +42,19 @@ class Place(NamedTuple):
     part: str
 
 
+_Step = tuple[int, str, str, float]  # owner (here, there, their pods, all), link or component, direction, bytes/s
+
+
+class _Plan(NamedTuple):
+    """A route between two kinds of place, before real nodes fill it: steps with how often each is crossed."""
+
+    steps: tuple[tuple[_Step, int], ...]
+    latency_s: float
+    operation_s: float
+    granule_bytes: int
+    bytes_per_s: float
+
+
 class LinkGraph:
     """Components, channels and routes of one topology. Nothing in it changes but the cache of channels."""
 
@@ -52,6 +65,7 @@ class LinkGraph:
         self._places: dict[str, Place] = {}
         self._parts: dict[str, dict[str, Component]] = {kind: named(node.components) for kind, node in topology.nodes.items()}
         self._channels: dict[tuple[str, int, str, str], Channel] = {}
+        self._plans: dict[tuple[str, str, str, str, Relation], _Plan | None] = {}
         self._finder = PathFinder(topology)
         prefixed, number = topology.node_count > 1, 0
         for kind, node in topology.nodes.items():
@@ -118,21 +132,12 @@ class LinkGraph:
     def route(self, src: str, dst: str) -> Route:
         """Return the route of least latency, ties broken by component names. Raises InputError when there is none."""
         here, there = self.place(src), self.place(dst)
-        legs = self._legs(here, there)
-        if legs is None:
+        plan = self._plan(here, there)
+        if plan is None:
             raise InputError(f"{self.topology.origin}:links", f"no route leads from {src} to {dst}", "link them in the topology")
-        crossings: dict[Channel, int] = {}
-        for start, end, path in legs:
-            for channel in self._crossed(start, end, path):
-                crossings[channel] = crossings.get(channel, 0) + 1
-        types = [self.topology.link_types[hop.type] for _, _, path in legs for hop in path.hops]
-        return Route(
-            channels=tuple(crossings.items()),
-            latency_s=sum(path.latency_s for _, _, path in legs),
-            operation_s=max((kind.operation_s for kind in types), default=0.0),
-            granule_bytes=max((kind.granule_bytes for kind in types), default=1),
-            bytes_per_s=min((channel.bytes_per_s / times for channel, times in crossings.items()), default=float("inf")),
-        )
+        owners = (("n", here.node), ("n", there.node), ("p", self._pod(here.node)), ("p", self._pod(there.node)), ("s", 0))
+        channels = tuple((self._channel(owners[owner], key, direction, rate), times) for (owner, key, direction, rate), times in plan.steps)
+        return Route(channels, plan.latency_s, plan.operation_s, plan.granule_bytes, plan.bytes_per_s)
 
     def latency_s(self, src: str, dst: str) -> float:
         """Seconds before the first byte from ``src`` reaches ``dst`` on idle links."""
@@ -168,27 +173,46 @@ class LinkGraph:
         return [min(near)[1]] if near else []
 
     def _path(self, here: Place, there: Place) -> Path | None:
-        relation: Relation = "node"
-        if here.node != there.node:
-            relation = "pod" if self._pod(here.node) == self._pod(there.node) else "far"
-        return self._finder.path(here.node_kind, here.part, there.node_kind, there.part, relation)
+        return self._finder.path(here.node_kind, here.part, there.node_kind, there.part, self._relation(here, there))
 
-    def _crossed(self, here: Place, there: Place, path: Path) -> list[Channel]:
-        """The channels of a path: its links, and the components on it that have a rate of their own."""
-        filled = {"A": ("n", here.node), "B": ("n", there.node), "PA": ("p", self._pod(here.node)), "PB": ("p", self._pod(there.node)), "S": ("s", 0)}
+    def _relation(self, here: Place, there: Place) -> Relation:
+        if here.node == there.node:
+            return "node"
+        return "pod" if self._pod(here.node) == self._pod(there.node) else "far"
+
+    def _plan(self, here: Place, there: Place) -> _Plan | None:
+        """The route of every pair of nodes in this relation, worked out once."""
+        key = (here.node_kind, here.part, there.node_kind, there.part, self._relation(here, there))
+        if key not in self._plans:
+            legs = self._legs(here, there)
+            self._plans[key] = None if legs is None else self._make_plan(legs, here, there)
+        return self._plans[key]
+
+    def _make_plan(self, legs: list[tuple[Place, Place, Path]], here: Place, there: Place) -> _Plan:
+        crossings: dict[_Step, int] = {}
+        for start, end, path in legs:
+            slots = {"A": 0 if start.node == here.node else 1, "B": 1, "PA": 2, "PB": 3, "S": 4}
+            for step in self._crossed(start, end, path, slots):
+                crossings[step] = crossings.get(step, 0) + 1
+        types = [self.topology.link_types[hop.type] for _, _, path in legs for hop in path.hops]
+        return _Plan(
+            steps=tuple(crossings.items()),
+            latency_s=sum(path.latency_s for _, _, path in legs),
+            operation_s=max((kind.operation_s for kind in types), default=0.0),
+            granule_bytes=max((kind.granule_bytes for kind in types), default=1),
+            bytes_per_s=min((step[3] / times for step, times in crossings.items()), default=float("inf")),
+        )
+
+    def _crossed(self, here: Place, there: Place, path: Path, slots: dict[str, int]) -> list[_Step]:
+        """The steps of a path: its links, and the components on it that have a rate of their own."""
         kinds = {"A": self._parts[here.node_kind], "B": self._parts[there.node_kind]}
         if self.topology.fabric is not None:
             kinds |= {"PA": named(self.topology.fabric.per_pod), "S": named(self.topology.fabric.shared)}
             kinds["PB"] = kinds["PA"]
-        crossed = []
-        for hop in path.hops:
-            rate = link_bytes_per_s(self.topology.link_types[hop.type], self.topology.iommu)
-            crossed.append(self._channel(filled[hop.slot], hop.key, hop.direction, rate))
-        for slot, part in path.through:
-            rate = kinds[slot][part].bytes_per_s
-            if rate is not None:
-                crossed.append(self._channel(filled[slot], part, "both", rate))
-        return crossed
+        rates = {name: link_bytes_per_s(kind, self.topology.iommu) for name, kind in self.topology.link_types.items()}
+        links = [(slots[hop.slot], hop.key, hop.direction, rates[hop.type]) for hop in path.hops]
+        parts = [(slots[slot], part, "both", kinds[slot][part].bytes_per_s) for slot, part in path.through]
+        return links + [step for step in parts if step[3] is not None]
 
     def _channel(self, owner: tuple[str, int], key: str, direction: str, bytes_per_s: float) -> Channel:
         identity = (*owner, key, direction)

@@ -167,7 +167,7 @@ def test_c4_overlap_hides_the_transfer_until_it_is_the_longer_part():
 
 
 def test_c5_trees_beat_linear_broadcast_and_skip_what_did_not_change():
-    link = LinkRate(3.6e6, 0.75e-3)
+    link = LinkRate(125e6, 1e-3)  # one gigabit, a millisecond a message
     for size, changed in ((1 << 10, 1.0), (1 << 20, 0.5)):
         assert tree_broadcast_s(size, 12, link, 4096, changed) < linear_broadcast_s(size, 12, link) / 2.5
     whole, half, none = (tree_broadcast_s(1 << 20, 12, link, 4096, changed) for changed in (1.0, 0.5, 0.0))
