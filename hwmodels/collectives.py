@@ -81,7 +81,9 @@ class Collectives:
         """``fit`` must have library entries for every operation that is asked for."""
         self.fit = fit
         self._all_reduce: dict[tuple[float, int], float] = {}
-        self._regimes = {(op, ranks): Regimes(op, ranks, parts) for op, by_ranks in fit.library.items() for ranks, parts in by_ranks.items()}
+        self._regimes = {
+            (op, ranks): Regimes(op, ranks, parts) for op, by_ranks in fit.library.items() for ranks, parts in by_ranks.items()
+        }
 
     def allreduce_s(self, size_bytes: float, ranks: int) -> float:
         """Seconds of an all-reduce of ``size_bytes`` per rank among ``ranks`` GPUs, by the algorithm that serves this size."""
@@ -113,7 +115,11 @@ class Collectives:
             return self._library_s(operation, size_bytes, ranks)
         kernel = self.fit.kernels.get(algorithm) if operation == "all_reduce" else None
         if kernel is None:
-            raise InputError(f"collectives {self.fit.name}", f"no algorithm '{algorithm}' for {operation}", nearest(algorithm, [*self.fit.kernels, "library"]))
+            raise InputError(
+                f"collectives {self.fit.name}",
+                f"no algorithm '{algorithm}' for {operation}",
+                nearest(algorithm, [*self.fit.kernels, "library"]),
+            )
         return kernel.latency_s + kernel.per_peer_s * (ranks - 1) + sent_bytes(operation, algorithm, size_bytes, ranks) / kernel.bytes_per_s
 
     def switch_bytes(self, ranks: int) -> float:
@@ -137,7 +143,9 @@ class Collectives:
         """The fit of the nearest measured number of ranks, asked for the vector that makes a GPU send as much."""
         measured = [n for op, n in self._regimes if op == operation]
         if not measured:
-            raise InputError(f"collectives {self.fit.name}", f"has no measurement of {operation}", nearest(operation, sorted(self.fit.library)))
+            raise InputError(
+                f"collectives {self.fit.name}", f"has no measurement of {operation}", nearest(operation, sorted(self.fit.library))
+            )
         near = min(measured, key=lambda n: (abs(math.log2(n / ranks)), -n))
         scale = sent_bytes(operation, "library", 1.0, ranks) / sent_bytes(operation, "library", 1.0, near)
         return self._regimes[operation, near].seconds(size_bytes * scale)
@@ -205,8 +213,20 @@ def from_link(name: str, bytes_per_s: float, latency_s: float, peer_to_peer: boo
         "two_shot": Kernel(latency_s=4 * latency_s, per_peer_s=0.0, bytes_per_s=bytes_per_s),
     }
     library = {
-        operation: {ranks: [Segment(from_bytes=0.0, to_bytes=0.0, latency_s=steps * (ranks - 1) * latency_s, seconds_per_byte=1 / bytes_per_s)] for ranks in (2, 4, 8, 16, 32)}
+        operation: {
+            ranks: [Segment(from_bytes=0.0, to_bytes=0.0, latency_s=steps * (ranks - 1) * latency_s, seconds_per_byte=1 / bytes_per_s)]
+            for ranks in (2, 4, 8, 16, 32)
+        }
         for operation, steps in (("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1), ("all_to_all", 1))
     }
-    fit = CollectiveFit(name=name, gpu="", source="link rate and latency; not measured", command="", data=[], errors={}, library=library, kernels=kernels if peer_to_peer else {})
+    fit = CollectiveFit(
+        name=name,
+        gpu="",
+        source="link rate and latency; not measured",
+        command="",
+        data=[],
+        errors={},
+        library=library,
+        kernels=kernels if peer_to_peer else {},
+    )
     return Collectives(fit)

@@ -87,12 +87,18 @@ def fit_library(operation: str, points: Sequence[Point]) -> list[dict[str, float
     for i in range(count):
         for j in range(i + shortest, count + 1):
             part = points[i:j]
-            fitted = _relative_fit([[1.0, 0.0, sent_bytes(operation, "library", p.size_bytes, p.ranks)] for p in part], [p.seconds for p in part])
+            fitted = _relative_fit(
+                [[1.0, 0.0, sent_bytes(operation, "library", p.size_bytes, p.ranks)] for p in part], [p.seconds for p in part]
+            )
             law[i, j] = fitted, sum(abs(_library_s(fitted, operation, p) / p.seconds - 1) for p in part)
     best: dict[tuple[int, int], tuple[float, list[int]]] = {(0, 0): (0.0, [])}
     for regimes in range(1, MOST_REGIMES + 1):
         for j in range(1, count + 1):
-            options = [(best[regimes - 1, i][0] + law[i, j][1], [*best[regimes - 1, i][1], i]) for i in range(j) if (regimes - 1, i) in best and (i, j) in law]
+            options = [
+                (best[regimes - 1, i][0] + law[i, j][1], [*best[regimes - 1, i][1], i])
+                for i in range(j)
+                if (regimes - 1, i) in best and (i, j) in law
+            ]
             if options:
                 best[regimes, j] = min(options)
     done = [best[regimes, count] for regimes in range(1, MOST_REGIMES + 1) if (regimes, count) in best]
@@ -103,7 +109,12 @@ def fit_library(operation: str, points: Sequence[Point]) -> list[dict[str, float
         error, starts = other_error, other_starts
     ends = [*starts[1:], count]
     return [
-        {"from_bytes": points[i].size_bytes, "to_bytes": points[j - 1].size_bytes, "latency_s": _round(law[i, j][0][0]), "seconds_per_byte": _round(law[i, j][0][2])}
+        {
+            "from_bytes": points[i].size_bytes,
+            "to_bytes": points[j - 1].size_bytes,
+            "latency_s": _round(law[i, j][0][0]),
+            "seconds_per_byte": _round(law[i, j][0][2]),
+        }
         for i, j in zip(starts, ends)
     ]
 
@@ -163,7 +174,9 @@ def _kernel_report(train: Sequence[Point], held_out: Sequence[Point]) -> tuple[d
         sizes = sorted({p.size_bytes for p in train})
         half = fit_kernels([p for p in train if sizes.index(p.size_bytes) % 2 == 0])
         errors["holdout"] = _errors(lambda p: _kernels_s(half, p), [p for p in train if sizes.index(p.size_bytes) % 2 == 1])
-    facts = {name: {"latency_s": _round(law[0]), "per_peer_s": _round(law[1]), "bytes_per_s": _round(1 / law[2])} for name, law in laws.items()}
+    facts = {
+        name: {"latency_s": _round(law[0]), "per_peer_s": _round(law[1]), "bytes_per_s": _round(1 / law[2])} for name, law in laws.items()
+    }
     return facts, errors
 
 
@@ -190,7 +203,11 @@ def fit_tables(custom: Path | None, nccl: Path | None) -> dict[str, Any]:
     facts: dict[str, Any] = {"data": [], "errors": {}, "kernels": {}, "library": {}}
     library: dict[str, list[Point]] = {}
     if custom is not None:
-        points = read_custom(custom) if custom.suffix == ".csv" else [_point(row) for row in read_table(custom) if row["backend"].endswith("_graph")]
+        points = (
+            read_custom(custom)
+            if custom.suffix == ".csv"
+            else [_point(row) for row in read_table(custom) if row["backend"].endswith("_graph")]
+        )
         facts["kernels"], facts["errors"]["kernels"] = _kernel_report([p for p in points if p.size_bytes <= KERNEL_MAX_BYTES], [])
         library["all_reduce"] = [p for p in points if p.size_bytes > KERNEL_MAX_BYTES]
         facts["data"].append(_provenance(custom, len(points)))
@@ -211,7 +228,9 @@ def fit_points(path: Path) -> dict[str, Any]:
     import yaml
 
     listed = yaml.safe_load(path.read_text(encoding="utf-8"))
-    kernels = {use: [Point(p["ranks"], p["bytes"], p["seconds"]) for p in listed["kernels"] if p["use"] == use] for use in ("train", "holdout")}
+    kernels = {
+        use: [Point(p["ranks"], p["bytes"], p["seconds"]) for p in listed["kernels"] if p["use"] == use] for use in ("train", "holdout")
+    }
     library = [Point(p["ranks"], p["bytes"], p["seconds"]) for p in listed["library"]]
     facts: dict[str, Any] = {"errors": {}, "library": {}}
     facts["kernels"], facts["errors"]["kernels"] = _kernel_report(kernels["train"], kernels["holdout"])
@@ -237,8 +256,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     facts = fit_points(given.points) if given.points else fit_tables(given.custom, given.nccl)
     flags = [f"--{flag} {getattr(given, flag).name}" for flag in ("custom", "nccl", "points") if getattr(given, flag)]
     name = given.name or given.gpu
-    head = {"name": name, "gpu": given.gpu, "source": facts.pop("source", given.source), "command": " ".join(["python -m hwmodels.fit_collectives --gpu", given.gpu, "--name", name, *flags])}
-    given.out.write_text(yaml.safe_dump(head | {"kernel_max_bytes": KERNEL_MAX_BYTES} | facts, sort_keys=False, width=140), encoding="utf-8")
+    head = {
+        "name": name,
+        "gpu": given.gpu,
+        "source": facts.pop("source", given.source),
+        "command": " ".join(["python -m hwmodels.fit_collectives --gpu", given.gpu, "--name", name, *flags]),
+    }
+    given.out.write_text(
+        yaml.safe_dump(head | {"kernel_max_bytes": KERNEL_MAX_BYTES} | facts, sort_keys=False, width=140), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -82,7 +82,16 @@ class KvShards(NamedTuple):
 
 
 def kv_shards(
-    sharding: Sharding, *, layers: int, heads: int, kv_heads: int, head_dim: int, context_tokens: int, ranks: int, dtype_bytes: float = 2.0, block_tokens: int = 16
+    sharding: Sharding,
+    *,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    context_tokens: int,
+    ranks: int,
+    dtype_bytes: float = 2.0,
+    block_tokens: int = 16,
 ) -> KvShards:
     """Shard the KV cache of one sequence over ``ranks`` GPUs by layer, head or sequence (system B6).
 

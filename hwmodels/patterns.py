@@ -30,7 +30,9 @@ def tree_allreduce_s(size_bytes: float, ranks: int, link: LinkRate) -> float:
     return 2 * math.ceil(math.log2(max(1, ranks))) * (link.latency_s + size_bytes / link.bytes_per_s)
 
 
-def hierarchical_allreduce_s(size_bytes: float, ranks_inside: int, groups: int, inside: LinkRate, across: LinkRate, shared: bool = True) -> float:
+def hierarchical_allreduce_s(
+    size_bytes: float, ranks_inside: int, groups: int, inside: LinkRate, across: LinkRate, shared: bool = True
+) -> float:
     """Seconds of an all-reduce among ``groups`` of ``ranks_inside`` GPUs: reduce-scatter inside, all-reduce across, all-gather inside.
 
     All ranks of a group reduce their share across at once. With ``shared`` they do it over one link of ``across`` between two
@@ -61,7 +63,9 @@ def linear_broadcast_s(size_bytes: float, receivers: int, link: LinkRate) -> flo
     return receivers * (link.latency_s + size_bytes / link.bytes_per_s)
 
 
-def tree_broadcast_s(size_bytes: float, receivers: int, link: LinkRate, chunk_bytes: float, changed: float = 1.0, hash_bytes: int = 32) -> float:
+def tree_broadcast_s(
+    size_bytes: float, receivers: int, link: LinkRate, chunk_bytes: float, changed: float = 1.0, hash_bytes: int = 32
+) -> float:
     """Seconds until the last receiver has the state along a binomial tree of senders, unchanged chunks skipped by their hash.
 
     Every round doubles the holders. Before its data, a sender offers the hashes of a binary tree over the chunks; only the paths

@@ -194,7 +194,9 @@ def _expand(topology: Topology, wires: list[Wire], known: list[str], path: str) 
             raise InputError(f"{where}.type", f"there is no link type '{wire.type}'", nearest(wire.type, topology.link_types))
         left, right = (_ends(end, known, f"{where}.ends.{side}") for side, end in enumerate(wire.ends))
         if len(left) != len(right) and 1 not in (len(left), len(right)):
-            raise InputError(f"{where}.ends", f"pairs {len(left)} components with {len(right)}", "ranges must be equally long, or one end single")
+            raise InputError(
+                f"{where}.ends", f"pairs {len(left)} components with {len(right)}", "ranges must be equally long, or one end single"
+            )
         count = max(len(left), len(right))
         for (a, port_a), (b, port_b) in zip(left * (count // len(left)), right * (count // len(right))):
             if a == b:

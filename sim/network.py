@@ -66,7 +66,9 @@ class Network:
         Raises InputError for unknown components, no route, or sizes below zero.
         """
         if size_bytes < 0 or operations < 1 or not math.isfinite(size_bytes):
-            raise InputError("transfer", f"{size_bytes} bytes in {operations} operations", "bytes must be finite and not negative, operations at least 1")
+            raise InputError(
+                "transfer", f"{size_bytes} bytes in {operations} operations", "bytes must be finite and not negative, operations at least 1"
+            )
         self._follow_clock()
         route = self.graph.route(src, dst)
         aligned = alignment_efficiency(size_bytes / operations, offset_bytes, route.granule_bytes)
@@ -118,7 +120,9 @@ class Network:
             raise InputError("link", f"factor {factor} is outside [0, 1]")
         matches = [load for load in self._loads.values() if load.channel.name.startswith(name)]
         if not matches:
-            raise InputError("link", f"no link in use is named '{name}'", nearest(name, [load.channel.name for load in self._loads.values()]))
+            raise InputError(
+                "link", f"no link in use is named '{name}'", nearest(name, [load.channel.name for load in self._loads.values()])
+            )
         self._follow_clock()
         for load in matches:
             load.capacity = load.channel.bytes_per_s * factor
@@ -321,7 +325,15 @@ class Network:
         for load in sorted(self._loads.values(), key=lambda load: load.channel.index):
             busy_s = load.busy_s + (self.now_s - load.busy_since_s if load.flows else 0.0)
             rate = load.carried_bytes / busy_s if busy_s else 0.0
-            rows.append({"link": load.channel.name, "carried_bytes": load.carried_bytes, "busy_s": busy_s, "throughput_bytes_per_s": rate, "utilisation": rate / load.channel.bytes_per_s})
+            rows.append(
+                {
+                    "link": load.channel.name,
+                    "carried_bytes": load.carried_bytes,
+                    "busy_s": busy_s,
+                    "throughput_bytes_per_s": rate,
+                    "utilisation": rate / load.channel.bytes_per_s,
+                }
+            )
         return rows
 
     def check(self) -> None:
@@ -338,7 +350,9 @@ class Network:
         for index, load in self._loads.items():
             expected = self._moved_bytes.get(index, 0.0) + under_way.get(index, 0.0)
             slack = 1e-6 + 1e-9 * expected
-            assert abs(load.carried_bytes - expected) <= slack, f"{load.channel.name} carried {load.carried_bytes} bytes, its flows moved {expected}"
+            assert abs(load.carried_bytes - expected) <= slack, (
+                f"{load.channel.name} carried {load.carried_bytes} bytes, its flows moved {expected}"
+            )
             assert rates.get(index, 0.0) <= load.capacity * (1 + 1e-9), f"{load.channel.name} carries more than its rate"
             assert load.flows == sum(group.count for group in load.groups), load.channel.name
 

@@ -62,7 +62,9 @@ def _peaks(load: Load, rates: Mapping[Group, float]) -> Peaks | None:
     return peaks if used * _TIE >= load.capacity else None
 
 
-def _joining(rates: Mapping[Group, float], near: Mapping[int, Load], peaks: Mapping[int, Peaks | None], loads: Mapping[int, Load]) -> dict[Group, None]:
+def _joining(
+    rates: Mapping[Group, float], near: Mapping[int, Load], peaks: Mapping[int, Peaks | None], loads: Mapping[int, Load]
+) -> dict[Group, None]:
     """Groups held fixed that must join: those that lost their bottleneck, and those that deprive a free group of its own."""
     joining: dict[Group, None] = {}
 
@@ -76,7 +78,9 @@ def _joining(rates: Mapping[Group, float], near: Mapping[int, Load], peaks: Mapp
         if not has_bottleneck(group, rate):
             for index, _ in group.uses:
                 if index in near:
-                    joining.update(dict.fromkeys(other for other in near[index].groups if other not in rates and _exceeds(other, group, rate)))
+                    joining.update(
+                        dict.fromkeys(other for other in near[index].groups if other not in rates and _exceeds(other, group, rate))
+                    )
     return joining
 
 

@@ -100,7 +100,9 @@ class LinkGraph:
             for b in targets:
                 if not (same and a == b) and self._legs(Place(kind_a, node_a, a), Place(kind_b, node_b, b)) is None:
                     where = f"{self.topology.origin}:" + (f"nodes.{kind_a}.links" if same else "fabric.links")
-                    raise InputError(where, f"no route leads from {a} to {b}" + ("" if same else " of another node"), "link them or remove one")
+                    raise InputError(
+                        where, f"no route leads from {a} to {b}" + ("" if same else " of another node"), "link them or remove one"
+                    )
 
     def _of_kind(self, node_kind: str, kind: str) -> list[str]:
         return [name for name, part in self._parts[node_kind].items() if part.kind == kind]
@@ -217,7 +219,9 @@ class LinkGraph:
     def _channel(self, owner: tuple[str, int], key: str, direction: str, bytes_per_s: float) -> Channel:
         identity = (*owner, key, direction)
         if identity not in self._channels:
-            prefix = "" if self.topology.node_count == 1 else {"n": f"node {owner[1]}: ", "p": f"pod {owner[1]}: ", "s": "fabric: "}[owner[0]]
+            prefix = (
+                "" if self.topology.node_count == 1 else {"n": f"node {owner[1]}: ", "p": f"pod {owner[1]}: ", "s": "fabric: "}[owner[0]]
+            )
             arrow = {"out": " >", "back": " <", "both": ""}[direction]
             self._channels[identity] = Channel(len(self._channels), f"{prefix}{key}{arrow}", bytes_per_s)
         return self._channels[identity]
@@ -248,4 +252,6 @@ def check_tiers(graph: LinkGraph, block_bytes: int, where: str = "kv_cache.tiers
         for stem, part in node.components.items():
             if part.kind in ("host_memory", "nvme") and part.capacity_bytes is not None and part.capacity_bytes < block_bytes:
                 path = f"{graph.topology.origin}:nodes.{kind}.components.{stem}.capacity_bytes"
-                raise InputError(path, f"the tier holds {part.capacity_bytes} bytes, less than one KV block of {block_bytes}", f"needed by {where}")
+                raise InputError(
+                    path, f"the tier holds {part.capacity_bytes} bytes, less than one KV block of {block_bytes}", f"needed by {where}"
+                )

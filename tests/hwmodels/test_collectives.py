@@ -63,7 +63,10 @@ def test_kernels_hand_over_to_the_library_near_4_mib(ranks):
 def test_one_shot_gives_way_to_two_shot_as_vectors_and_groups_grow():
     model = collectives.load("h100-sxm")
     assert {model.algorithm("all_reduce", size, 2) for size in (1 << 10, 1 << 20, 4 << 20)} == {"one_shot"}
-    switches = [next(size for size in (1 << i for i in range(10, 23)) if model.algorithm("all_reduce", size, ranks) == "two_shot") for ranks in (4, 8)]
+    switches = [
+        next(size for size in (1 << i for i in range(10, 23)) if model.algorithm("all_reduce", size, ranks) == "two_shot")
+        for ranks in (4, 8)
+    ]
     assert switches == [1 << 20, 256 << 10]  # vLLM switches at 512 KiB and 256 KiB; no threshold was fitted
 
 
@@ -98,7 +101,14 @@ def test_the_command_writes_a_file_that_loads(tmp_path):
 def test_nccl_operations_are_close_to_the_full_table():
     import pandas as pd
 
-    folder = Path(importlib.util.find_spec("aiconfigurator_core").submodule_search_locations[0]) / "systems" / "data" / "h100_sxm" / "comm" / "nccl"
+    folder = (
+        Path(importlib.util.find_spec("aiconfigurator_core").submodule_search_locations[0])
+        / "systems"
+        / "data"
+        / "h100_sxm"
+        / "comm"
+        / "nccl"
+    )
     table = pd.read_parquet(folder / "2.29.2" / "nccl_perf.parquet").query("nccl_dtype == 'half' and op_name == 'all_gather'")
     model = collectives.load("h100-sxm")
     errors = [abs(model.allgather_s(row.message_size * 2, row.num_gpus) / (row.latency * 1e-3) - 1) for row in table.itertuples()]
@@ -162,7 +172,9 @@ def test_trees_win_for_small_vectors_and_rings_for_large_ones():
 def test_c4_overlap_hides_the_transfer_until_it_is_the_longer_part():
     assert ring_attention_s(10.0, 4.0, 4) == 40.0 and ring_attention_s(10.0, 4.0, 4, overlap=False) == 52.0
     assert ring_attention_s(10.0, 20.0, 4) == 70.0  # then the link sets the pace
-    assert ring_attention_s(10.0, 4.0, 4) / ring_attention_s(10.0, 4.0, 4, overlap=False) == pytest.approx(143 / 186, abs=0.01)  # a transfer of 0.4 block
+    assert ring_attention_s(10.0, 4.0, 4) / ring_attention_s(10.0, 4.0, 4, overlap=False) == pytest.approx(
+        143 / 186, abs=0.01
+    )  # a transfer of 0.4 block
     assert ring_attention_s(10.0, 4.0, 1) == 10.0
 
 

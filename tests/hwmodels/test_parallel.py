@@ -52,7 +52,9 @@ def test_imbalance_is_the_busiest_rank_over_the_mean():
 
 def test_sequence_parallelism_moves_the_bytes_of_a_ring_and_shards_activations():
     parts = sequence_parallel(2048, 4096, 4)
-    moved = sent_bytes("reduce_scatter", "library", parts.reduce_scatter_bytes, 4) + sent_bytes("all_gather", "library", parts.all_gather_bytes, 4)
+    moved = sent_bytes("reduce_scatter", "library", parts.reduce_scatter_bytes, 4) + sent_bytes(
+        "all_gather", "library", parts.all_gather_bytes, 4
+    )
     assert moved == sent_bytes("all_reduce", "two_shot", 2048 * 4096 * 2, 4)
     assert parts.activation_bytes == 2048 * 4096 * 2 / 4
 

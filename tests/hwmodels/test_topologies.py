@@ -36,12 +36,17 @@ def test_every_entry_has_sources_efficiencies_and_gpus_of_the_catalogue(name):
             if part.kind == "gpu":
                 assert load_gpu(part.gpu).pcie.bytes_per_s > 0
     graph = LinkGraph(topology)
-    assert len(graph.gpus) == sum(n.replicate * sum(p.count for p in n.components.values() if p.kind == "gpu") for n in topology.nodes.values())
+    assert len(graph.gpus) == sum(
+        n.replicate * sum(p.count for p in n.components.values() if p.kind == "gpu") for n in topology.nodes.values()
+    )
 
 
 def test_gpus_meet_over_nvlink_and_leave_by_their_own_nic():
     graph = build("dgx-h100", nodes=64)
-    assert [channel.name for channel, _ in graph.route("node0.gpu0", "node0.gpu5").channels] == ["node 0: gpu0--nvswitch0 >", "node 0: gpu5--nvswitch0 <"]
+    assert [channel.name for channel, _ in graph.route("node0.gpu0", "node0.gpu5").channels] == [
+        "node 0: gpu0--nvswitch0 >",
+        "node 0: gpu5--nvswitch0 <",
+    ]
     near = graph.route("node0.gpu3", "node1.gpu3")  # same rail, same pod: no spine
     assert [c.name for c, _ in near.channels if "leaf" in c.name] == ["node 0: nic3--leaf3 >", "node 1: nic3--leaf3 <"]
     far = graph.route("node0.gpu3", "node63.gpu3")
@@ -94,7 +99,9 @@ def test_a_tier_smaller_than_a_block_is_refused_by_its_place():
     data = raw("l40s-box")
     data["nodes"]["node"]["components"]["dram"]["capacity_bytes"] = 1024
     graph = LinkGraph(parse_topology(data, "mine.yaml"))
-    with pytest.raises(InputError, match=r"mine.yaml:nodes.node.components.dram.capacity_bytes: the tier holds 1024 bytes, less than one KV block of 2048"):
+    with pytest.raises(
+        InputError, match=r"mine.yaml:nodes.node.components.dram.capacity_bytes: the tier holds 1024 bytes, less than one KV block of 2048"
+    ):
         check_tiers(graph, 2048)
 
 
@@ -121,20 +128,49 @@ MISTAKES = {
     "efficiency above one": (set_in("link_types", "upi", "efficiency", 1.2), r"t.yaml:link_types.upi.efficiency"),
     "unknown key": (set_in("link_types", "upi", "bandwith", 3), r"t.yaml:link_types.upi.bandwith: unknown key"),
     "no source": (lambda d: d["link_types"]["upi"].pop("source"), r"t.yaml:link_types.upi.source"),
-    "unknown type": (set_in("nodes", "node", "links", 0, "type", "pcie4_x61"), r"t.yaml:nodes.node.links.0.type: .* \(did you mean 'pcie4_x16'\?\)"),
-    "unknown end": (set_in("nodes", "node", "links", 0, "ends", ["gpu[0-9]", "root0"]), r"t.yaml:nodes.node.links.0.ends.0: there is no component 'gpu8'"),
-    "malformed end": (set_in("nodes", "node", "links", 0, "ends", ["GPU!", "root0"]), r"t.yaml:nodes.node.links.0.ends.0: 'GPU!' is no component"),
-    "to itself": (set_in("nodes", "node", "links", 0, "ends", ["root0", "root0"]), r"t.yaml:nodes.node.links.0.ends: links 'root0' to itself"),
-    "unequal ranges": (set_in("nodes", "node", "links", 0, "ends", ["gpu[0-3]", "root[0-1]"]), r"t.yaml:nodes.node.links.0.ends: pairs 4 components with 2"),
-    "linked twice": (lambda d: d["nodes"]["node"]["links"].append({"ends": ["gpu0", "root0"], "type": "upi"}), r"links.\d.ends: the port between gpu0 and root0 is already used by nodes.node.links.0"),
+    "unknown type": (
+        set_in("nodes", "node", "links", 0, "type", "pcie4_x61"),
+        r"t.yaml:nodes.node.links.0.type: .* \(did you mean 'pcie4_x16'\?\)",
+    ),
+    "unknown end": (
+        set_in("nodes", "node", "links", 0, "ends", ["gpu[0-9]", "root0"]),
+        r"t.yaml:nodes.node.links.0.ends.0: there is no component 'gpu8'",
+    ),
+    "malformed end": (
+        set_in("nodes", "node", "links", 0, "ends", ["GPU!", "root0"]),
+        r"t.yaml:nodes.node.links.0.ends.0: 'GPU!' is no component",
+    ),
+    "to itself": (
+        set_in("nodes", "node", "links", 0, "ends", ["root0", "root0"]),
+        r"t.yaml:nodes.node.links.0.ends: links 'root0' to itself",
+    ),
+    "unequal ranges": (
+        set_in("nodes", "node", "links", 0, "ends", ["gpu[0-3]", "root[0-1]"]),
+        r"t.yaml:nodes.node.links.0.ends: pairs 4 components with 2",
+    ),
+    "linked twice": (
+        lambda d: d["nodes"]["node"]["links"].append({"ends": ["gpu0", "root0"], "type": "upi"}),
+        r"links.\d.ends: the port between gpu0 and root0 is already used by nodes.node.links.0",
+    ),
     "duplicate port": (
-        lambda d: d["nodes"]["node"]["links"].extend([{"ends": ["gpu0:7", "root1"], "type": "upi"}, {"ends": ["gpu0:7", "gpu5"], "type": "upi"}]),
+        lambda d: d["nodes"]["node"]["links"].extend(
+            [{"ends": ["gpu0:7", "root1"], "type": "upi"}, {"ends": ["gpu0:7", "gpu5"], "type": "upi"}]
+        ),
         r"ends: port gpu0:7 is already used by nodes.node.links.\d",
     ),
     "unreachable gpu": (lambda d: d["nodes"]["node"]["links"].pop(1), r"t.yaml:nodes.node.links: no route leads from gpu0 to gpu4"),
-    "no gpus": (lambda d: d["nodes"]["node"]["components"]["gpu"].update(kind="nvme"), r"t.yaml:nodes.node.components: has no component of kind gpu"),
-    "nodes apart": (lambda d: (d["nodes"]["node"].update(replicate=2), d.pop("fabric")), r"t.yaml:fabric.links: no route leads from gpu0 to gpu0 of another node"),
-    "name clash": (lambda d: d["fabric"].update(shared={"nic": {"kind": "switch"}}), r"t.yaml:fabric: 'nic0' names a component both of a node and of the fabric"),
+    "no gpus": (
+        lambda d: d["nodes"]["node"]["components"]["gpu"].update(kind="nvme"),
+        r"t.yaml:nodes.node.components: has no component of kind gpu",
+    ),
+    "nodes apart": (
+        lambda d: (d["nodes"]["node"].update(replicate=2), d.pop("fabric")),
+        r"t.yaml:fabric.links: no route leads from gpu0 to gpu0 of another node",
+    ),
+    "name clash": (
+        lambda d: d["fabric"].update(shared={"nic": {"kind": "switch"}}),
+        r"t.yaml:fabric: 'nic0' names a component both of a node and of the fabric",
+    ),
 }
 
 

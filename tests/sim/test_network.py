@@ -17,13 +17,26 @@ from sim.topology import LinkGraph, build
 def star(rates: list[float], trunk: float | None = None, duplex: str = "full", latency_s: float = 0.0) -> LinkGraph:
     """GPUs on one switch, each by a link of its own rate; with ``trunk`` the upper half sits behind a second switch."""
     half = len(rates) // 2 if trunk else len(rates)
-    types = {f"r{i}": {"medium": "pcie", "source": "test", "latency_s": latency_s, "bytes_per_s": rate, "duplex": duplex} for i, rate in enumerate(rates)}
+    types = {
+        f"r{i}": {"medium": "pcie", "source": "test", "latency_s": latency_s, "bytes_per_s": rate, "duplex": duplex}
+        for i, rate in enumerate(rates)
+    }
     wires = [{"ends": [f"gpu{i}", "hub0" if i < half else "hub1"], "type": f"r{i}"} for i in range(len(rates))]
     if trunk:
         types["trunk"] = {"medium": "pcie", "source": "test", "latency_s": 0.0, "bytes_per_s": trunk}
         wires.append({"ends": ["hub0", "hub1"], "type": "trunk"})
     parts = {"gpu": {"kind": "gpu", "count": len(rates)}, "hub": {"kind": "switch", "count": 2 if trunk else 1}}
-    return LinkGraph(parse_topology({"name": "star", "description": "", "sources": {}, "link_types": types, "nodes": {"node": {"components": parts, "links": wires}}}))
+    return LinkGraph(
+        parse_topology(
+            {
+                "name": "star",
+                "description": "",
+                "sources": {},
+                "link_types": types,
+                "nodes": {"node": {"components": parts, "links": wires}},
+            }
+        )
+    )
 
 
 def drain(network: Network) -> None:
@@ -126,7 +139,9 @@ def test_bad_transfers_are_refused(src, dst, size):
 
 
 TRANSFERS = st.lists(
-    st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 50), st.integers(0, 20), st.integers(0, 1)).filter(lambda t: t[0] != t[1]),
+    st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 50), st.integers(0, 20), st.integers(0, 1)).filter(
+        lambda t: t[0] != t[1]
+    ),
     min_size=1,
     max_size=14,
 )
@@ -276,10 +291,23 @@ def switch_graph(gpus: int) -> LinkGraph:
         "x8": {"medium": "pcie", "source": "test", "latency_s": 1e-6, "pcie": {"generation": 4, "lanes": 8}},
         "x16": {"medium": "pcie", "source": "test", "latency_s": 1e-6, "pcie": {"generation": 4, "lanes": 16}},
     }
-    parts = {"gpu": {"kind": "gpu", "count": gpus}, "plx": {"kind": "switch"}, "root": {"kind": "root_complex"}, "dram": {"kind": "host_memory"}}
+    parts = {
+        "gpu": {"kind": "gpu", "count": gpus},
+        "plx": {"kind": "switch"},
+        "root": {"kind": "root_complex"},
+        "dram": {"kind": "host_memory"},
+    }
     ends = f"gpu[0-{gpus - 1}]"
-    links = [{"ends": [ends, "plx0"], "type": "x8"}, {"ends": ["plx0", "root0"], "type": "x16"}, {"ends": ["root0", "dram0"], "type": "x16"}]
-    return LinkGraph(parse_topology({"name": "c2", "description": "", "sources": {}, "link_types": types, "nodes": {"node": {"components": parts, "links": links}}}))
+    links = [
+        {"ends": [ends, "plx0"], "type": "x8"},
+        {"ends": ["plx0", "root0"], "type": "x16"},
+        {"ends": ["root0", "dram0"], "type": "x16"},
+    ]
+    return LinkGraph(
+        parse_topology(
+            {"name": "c2", "description": "", "sources": {}, "link_types": types, "nodes": {"node": {"components": parts, "links": links}}}
+        )
+    )
 
 
 def test_c2_four_gpus_behind_one_switch_halve_and_a_small_message_waits_longer():
