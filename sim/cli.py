@@ -49,7 +49,7 @@ def run(
     loaded = load(scenario, overrides or (), seed, trace)
     if out is not None:
         refuse_unless_replaceable(out)
-    from sim.progress import ProgressBar
+    from serving.progress import ProgressBar
     from sim.run import simulate  # last: a mistake above is told without waiting for it
 
     spare_the_collector()

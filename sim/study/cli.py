@@ -148,7 +148,7 @@ def _folder(scenario: str) -> Path | None:
 
 
 def _with_bar(work: Any, doing: str) -> Any:
-    from sim.progress import ProgressBar
+    from serving.progress import ProgressBar
 
     with ProgressBar(doing, "points") as bar:
         return work(bar if sys.stderr.isatty() else None)

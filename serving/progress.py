@@ -1,4 +1,4 @@
-"""A progress bar on a terminal's stderr, for runs long enough to wonder about."""
+"""A progress bar on a terminal's stderr, for whatever takes long enough to wonder about."""
 
 from __future__ import annotations
 
