@@ -18,6 +18,7 @@ COMMANDS = {
     "list": ("sim.cli", "Names that a scenario may use."),
     "sweep": ("sim.study.cli", "Simulate a scenario at many settings: grids, lists, random draws."),
     "plan": ("sim.study.cli", "Find the cheapest fleet that meets a scenario's objectives."),
+    "serve": ("sim.serve", "Serve a scenario's fleet over HTTP, in real time."),
     "report": ("validate.report.cli", "Turn runs into a page, an explanation or a timeline."),
     "prove": ("validate.report.cli", "Prove or refute the constraints that a deployment declares."),
     "import": ("validate.cli", "Turn the file of a load generator or an engine into a run directory."),
