@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -91,8 +93,10 @@ class PoolsAgree(RuleBasedStateMachine):
             self.reference.publish(life.holding, seq.keys[:upto])
 
     @precondition(lambda self: self.lives)
-    @rule(which=st.integers(0, 50))
-    def release(self, which: int) -> None:
+    @rule(which=st.integers(0, 50), whole=st.booleans())
+    def release(self, which: int, whole: bool) -> None:
+        if whole:
+            self.publish(which, 7)
         life = self.lives.pop(which % len(self.lives))
         self.pool.release(life.seq)
         self.reference.release(life.holding)
@@ -116,7 +120,7 @@ class PoolsAgree(RuleBasedStateMachine):
         stack = list(pool.root.children.values())
         while stack:
             extent = stack.pop()
-            assert len(extent.ids) == len(extent.keys)
+            assert [self.content[block] for block in extent.ids] == list(extent.keys), "a cached block lost its content"
             cached += extent.ids
             stack += extent.children.values()
         private: list[int] = []
@@ -136,15 +140,41 @@ class NamedPoolsAgree(PoolsAgree):
     named = True
 
 
+def walk(machine: type[PoolsAgree], seed: int, steps: int = 150) -> KVPool:
+    """A long random history of the machine's rules, weighed so that pools fill up, evict and split; returns the pool."""
+    rng = random.Random(seed)
+    pools = machine()
+    pools.start(rng.randint(6, 20))
+    for _ in range(steps):
+        which, kind = rng.randint(0, 50), rng.random()
+        if kind < 0.45 or not pools.lives:
+            path = [rng.choice((0, 0, 1)) for _ in range(rng.randint(0, 7))]
+            pools.admit(path, rng.choice((7, 7, 7, rng.randint(0, 7))), rng.randint(0, 4))
+        elif kind < 0.6:
+            pools.continue_one(which, rng.randint(1, 3))
+        elif kind < 0.75:
+            pools.publish(which, rng.randint(1, 7))
+        else:
+            pools.release(which, whole=rng.random() < 0.8)
+        pools.counts_and_order_agree()
+        pools.ids_are_partitioned()
+    return pools.pool
+
+
 @pytest.mark.parametrize("machine", [PoolsAgree, NamedPoolsAgree])
 def test_agrees_with_the_per_block_reference(machine):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=150, stateful_step_count=40, derandomize=True, deadline=None, database=None,
+            max_examples=80, stateful_step_count=40, derandomize=True, deadline=None, database=None,
             suppress_health_check=list(HealthCheck),
         ),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("machine", [PoolsAgree, NamedPoolsAgree])
+def test_agrees_with_the_per_block_reference_over_long_histories(machine):
+    assert sum(walk(machine, seed).evictions for seed in range(60)) > 1000
 
 
 def grown(pool: KVPool, request_id: int, keys: tuple, blocks: int) -> Sequence:

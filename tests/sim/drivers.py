@@ -224,7 +224,10 @@ WINDOWS = [
     ("rtt_adaptive", {"shortest_s": 0.01, "longest_s": 0.1, "samples": 8, "size": 4}),
 ]  # fmt: skip
 VICTIMS = [("latest", {}), ("lowest_priority", {}), ("least_progress", {})]
-ADMISSIONS = [("fits", {}), ("always", {}), ("fits", {"max_queue": 6}), ("token_bucket", {"tokens_per_s": 4000.0, "burst_tokens": 600.0})]
+ADMISSIONS = [
+    ("fits", {}), ("always", {}), ("fits", {"max_queue": 6}), ("token_bucket", {"tokens_per_s": 4000.0, "burst_tokens": 600.0}),
+    ("burn_rate", {"least": 5, "open_s": 0.3}),
+]  # fmt: skip
 ROUTINGS = [
     ("round_robin", {}), ("least_outstanding_tokens", {"signal_age_s": 0.0}), ("least_outstanding_tokens", {"signal_age_s": 0.05}),
     ("prefix_affinity", {"signal_age_s": 0.03}),
