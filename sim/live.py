@@ -24,6 +24,7 @@ from serving.plan import BatchPlan
 from serving.request import Request
 from serving.rng import stream as random_stream
 from serving.scenario import Scenario
+from serving.scenario.workload import RequestClass
 from serving.sequence import Sequence as RunningSequence
 from serving.workload.classes import DEFAULT
 from serving.workload.lengths import one_by_one, tokens
@@ -212,7 +213,7 @@ class AnswerLengths:
             name: one_by_one(tokens(spec, random_stream(scenario.seed, f"serve.output_tokens.{name}"))) for name, spec in specs.items() if spec
         }
 
-    def class_of(self, priority: int):
+    def class_of(self, priority: int) -> RequestClass:
         """The first class with this priority, else the first of all."""
         return next((row for row in self._classes if row.priority == priority), self._classes[0])
 

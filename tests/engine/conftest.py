@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside the tests
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "serving")]  # the helpers beside the tests, and the HTTP client of the shared ones
 os.environ["TRITON_INTERPRET"] = "1"
 
 
