@@ -24,6 +24,9 @@ COMMANDS = {
     "import": ("validate.cli", "Turn the file of a load generator or an engine into a run directory."),
     "compare": ("validate.cli", "Error of a simulated run against a real one, per metric and statistic."),
     "accuracy": ("validate.cli", "How far off the simulator is from every measured run in a folder."),
+    "engine": ("engine.cli", "The real engine: run a scenario on it, profile it."),
+    "calibrate": ("validate.engine_cli", "Fit a latency model to measured steps, and say how far off it is on steps held out."),
+    "parity": ("validate.engine_cli", "Make every decision of an engine's run again from its recorded instants."),
     "schema": ("sim.cli", "JSON Schema of a scenario, for editors."),
 }
 WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141

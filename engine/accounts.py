@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from engine.loop import Left, Step
@@ -106,9 +106,13 @@ class Accounts:
 def _row(step: Step) -> tuple:
     """A row of engine_steps.parquet."""
     plan, times, path = step.plan, step.output.times, step.output.path
-    pairs = sum(new * before + new * (new + 1) // 2 for new, before in plan.chunks)
     return (
-        plan.step, path.kind, path.rows, pairs, sum(before for _, before in plan.chunks), plan.logits_rows,
+        plan.step, path.kind, path.rows, query_key_pairs(plan.chunks), sum(before for _, before in plan.chunks), plan.logits_rows,
         step.schedule_s, step.prepare_s + times.prepare_s, times.launch_s, times.sample_s, times.post_s, times.device_s,
         step.measured_s, step.reference_s, step.events_before_commits,
     )  # fmt: skip
+
+
+def query_key_pairs(chunks: Iterable[tuple[int, int]]) -> int:
+    """Pairs of a query and a key it attends to, over all chunks of (new tokens, context before)."""
+    return sum(new * before + new * (new + 1) // 2 for new, before in chunks)

@@ -42,6 +42,9 @@ class Clock(Protocol):
     def now_s(self) -> float:
         """The present, for what is handed in while the engine runs."""
 
+    def begin(self) -> float:
+        """A step begins now, out of any chain; returns its instant."""
+
     def lap(self, begin_s: float, output: StepOutput) -> Lap:
         """The step that began at ``begin_s`` has just ended."""
 
@@ -62,6 +65,10 @@ class RealClock:
     def now_s(self) -> float:
         """Seconds since the start."""
         return time.perf_counter() - self._origin_s
+
+    def begin(self) -> float:
+        """It is what it is."""
+        return self.now_s()
 
     def lap(self, begin_s: float, output: StepOutput) -> Lap:
         """The step took what has passed since it began."""
@@ -98,6 +105,11 @@ class NormalisedClock:
         """The end of the latest step."""
         return self._now_s
 
+    def begin(self) -> float:
+        """Measure from here."""
+        self._mark = self._timer()
+        return self._now_s
+
     def lap(self, begin_s: float, output: StepOutput) -> Lap:
         """Measure the step against the references before and after it."""
         measured_s = self._timer() - self._mark
@@ -129,6 +141,10 @@ class ReportedClock:
         """Time zero is now."""
 
     def now_s(self) -> float:
+        """The end of the latest step."""
+        return self._now_s
+
+    def begin(self) -> float:
         """The end of the latest step."""
         return self._now_s
 

@@ -56,11 +56,12 @@ def build_loop(scenario: Scenario, engine: Engine, clock: Clock, **options: Any)
 
 def serve_scenario(
     scenario: Scenario, engine: Engine, clock: Clock, *, out: Path | None = None, prepare: Callable[[Loop], None] | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] | None = None, measured_on: str | None = None,
 ) -> EngineRun:  # fmt: skip
     """Replay ``scenario`` (its arrivals at their times, its lengths pinned) and return what its users saw; ``out`` keeps every step and plan.
 
-    ``prepare(loop)`` may put more on the timeline, aborts for instance; ``progress(requests that have left)`` is called now and then.
+    ``prepare(loop)`` may put more on the timeline, aborts for instance; ``progress(requests that have left)`` is called now and then;
+    ``measured_on`` dates the run directory.
     Raises InputError for a scenario that a single engine cannot serve, before anything is written. Ctrl-C ends the run early.
     """
     if scenario.cluster.replicas != 1:
@@ -89,7 +90,7 @@ def serve_scenario(
         if writer is not None:
             writer.publish(
                 scenario=resolved(scenario, engine), seed=scenario.seed, device=engine.device, summary=summary, requests=metrics.columns(),
-                class_names=metrics.class_names, partial=partial, versions=engine.versions,
+                class_names=metrics.class_names, partial=partial, versions=engine.versions, measured_on=measured_on,
             )  # fmt: skip
     return EngineRun(summary, partial)
 

@@ -1,0 +1,182 @@
+"""From a scenario to an engine: the device, the weights, and a KV pool as large as the measured memory allows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.architecture import Architecture, from_llm
+from engine.loader import load, random_weights
+from engine.model import DecoderWeights
+from engine.run import Engine, longest_sequence
+from engine.runner import Runner, RunnerOptions
+from engine.step import SequenceInput, StepInput
+from serving.catalog import Gpu, load_gpu, load_llm
+from serving.errors import InputError, nearest
+from serving.graph_buckets import default_sizes
+from serving.llm import Llm
+from serving.memory import GIB, blocks_for, check_capacity, kv_capacity
+from serving.scenario import Scenario
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+REFERENCE_SEQS = 4  # sequences of the reference step: they have table rows of their own, and no blocks but the reserved one
+REFERENCE_CONTEXT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """How to run. ``device`` auto takes a CUDA GPU if there is one, ``dtype`` auto is fp32 on CPU and bf16 on CUDA. ``weights`` None: random ones."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    weights: Path | None = None
+    attention: str | None = None
+    eager: bool = False
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What a device holds before there is a KV cache, bytes: in all, weights, activations of the largest step, everything else."""
+
+    total: int
+    weights: int
+    activation: int | None
+    other: int
+
+
+def build_engine(scenario: Scenario, choices: Choices) -> Engine:
+    """Load or make the weights, size the pool by what is left, and return the engine.
+
+    Raises InputError when the scenario asks for more than one GPU, a dtype or device is not there, or it does not fit (saying what would).
+    """
+    torch.set_num_threads(choices.threads)
+    device = _device(choices.device)
+    dtype_name = choices.dtype if choices.dtype != "auto" else ("bf16" if device.type == "cuda" else "fp32")
+    if dtype_name not in DTYPES:
+        raise InputError("--dtype", f"'{dtype_name}' is no dtype of the engine", nearest(dtype_name, DTYPES))
+    if scenario.cluster.tensor_parallel != 1:
+        raise InputError("cluster.tensor_parallel", "the engine runs on one GPU", "set it to 1")
+    llm, gpu = load_llm(scenario.llm), load_gpu(scenario.cluster.gpu)
+    shape, weights = _weights(scenario, choices, llm, device, DTYPES[dtype_name])
+    blocks = _blocks(scenario, llm, gpu, shape, measured_use(scenario, shape, weights, device), dtype_name)
+    longest = longest_sequence(scenario, blocks, shape.max_model_len)
+    batching = scenario.policy.batching
+    sizes = () if choices.eager or device.type != "cuda" else default_sizes(min(batching.max_batch_seqs, 256))
+    runner = Runner(
+        shape, weights,
+        RunnerOptions(
+            blocks=blocks, block_tokens=scenario.kv_cache.block_tokens, max_seqs=batching.max_batch_seqs + REFERENCE_SEQS,
+            max_batch_tokens=_most_tokens(scenario), max_model_len=max(longest, REFERENCE_CONTEXT), graph_sizes=sizes,
+            attention=choices.attention, seed=scenario.seed,
+        ),
+    )  # fmt: skip
+    runner.warm_up()
+    return Engine(
+        runner, blocks, longest, shape.vocab, device_name(device, choices.threads), gpu.price_usd_per_h,
+        {"torch": str(torch.__version__), "dtype": dtype_name, "weights": str(choices.weights.name) if choices.weights else "random"},
+    )  # fmt: skip
+
+
+def reference_step(runner: Runner) -> Callable[[], None]:
+    """A fixed step that touches nothing but the reserved block: a few decodes over a middling context."""
+    table = [0] * blocks_for(REFERENCE_CONTEXT, runner.options.block_tokens)
+    batch = StepInput([SequenceInput(-1 - one, (1,), REFERENCE_CONTEXT - 1, table) for one in range(REFERENCE_SEQS)])
+
+    def run() -> None:
+        runner.execute(batch)
+
+    return run
+
+
+def device_name(device: torch.device, threads: int) -> str:
+    """What the device is, for run.yaml."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = "unknown processor"
+    if Path("/proc/cpuinfo").is_file():
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name} (CPU, {threads} thread{'s' if threads > 1 else ''})"
+
+
+def _device(asked: str) -> torch.device:
+    if asked not in ("auto", "cpu", "cuda"):
+        raise InputError("--device", f"'{asked}' is no device of the engine", nearest(asked, ("auto", "cpu", "cuda")))
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device", "there is no CUDA GPU here", "use cpu")
+    return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _most_tokens(scenario: Scenario) -> int:
+    """Tokens of the largest step: a policy of whole prompts may exceed the budget by its decodes, or by one long prompt."""
+    batching = scenario.policy.batching
+    longest = scenario.max_model_len or 0
+    return max(batching.max_batch_tokens, longest) + batching.max_batch_seqs
+
+
+def _weights(scenario: Scenario, choices: Choices, llm: Llm, device: torch.device, dtype: torch.dtype) -> tuple[Architecture, DecoderWeights]:
+    try:
+        if choices.weights is not None:
+            loaded = load(choices.weights, device=device, dtype=dtype)
+            if (loaded.shape.layers, loaded.shape.hidden, loaded.shape.kv_heads) != (llm.layers, llm.hidden, llm.kv_heads):
+                raise InputError(str(choices.weights), f"holds another network than the scenario's {llm.name}")
+            return loaded.shape, loaded.weights
+        shape = from_llm(llm)
+        return shape, random_weights(shape, scenario.seed, device=device, dtype=dtype)
+    except torch.OutOfMemoryError:
+        free, total = torch.cuda.mem_get_info(device)
+        raise InputError("llm", f"the weights of {llm.name} do not fit: {free / GIB:.1f} of {total / GIB:.1f} GiB are free") from None
+
+
+def _blocks(scenario: Scenario, llm: Llm, gpu: Gpu, shape: Architecture, use: MemoryUse, dtype: str) -> int:
+    """Blocks of the KV pool, by the memory model that the simulator uses, with measured terms in place of computed ones."""
+    cache, batching = scenario.kv_cache, scenario.policy.batching
+    capacity = kv_capacity(
+        llm, gpu, memory_fraction=cache.memory_fraction, block_tokens=cache.block_tokens, max_model_len=scenario.max_model_len or 1,
+        max_batch_tokens=batching.max_batch_tokens, max_batch_seqs=batching.max_batch_seqs, kv_dtype=dtype,
+        weights_gib=use.weights / GIB, activation_gib=None if use.activation is None else use.activation / GIB,
+        non_torch_gib=use.other / GIB, gpu_gib=use.total / GIB, blocks=cache.blocks,
+    )  # fmt: skip
+    check_capacity(capacity, "kv_cache")
+    if cache.blocks is not None:
+        return cache.blocks
+    # More than every seat could fill would only take time to clear.
+    return min(capacity.blocks, 1 + batching.max_batch_seqs * blocks_for(scenario.max_model_len or shape.max_model_len, cache.block_tokens))
+
+
+def measured_use(scenario: Scenario, shape: Architecture, weights: DecoderWeights, device: torch.device) -> MemoryUse:
+    """Measure: on CUDA by the peak of the largest step on a cache just large enough for it; on CPU by what the system has left."""
+    held = shape.parameters() * weights.embedding.element_size()
+    if device.type != "cuda":
+        page = os.sysconf("SC_PAGE_SIZE")
+        total = os.sysconf("SC_PHYS_PAGES") * page
+        return MemoryUse(total, held, None, max(0, total - os.sysconf("SC_AVPHYS_PAGES") * page - held))
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    tokens, width = scenario.policy.batching.max_batch_tokens, scenario.kv_cache.block_tokens
+    length = min(tokens, scenario.max_model_len or shape.max_model_len)
+    per_seq = blocks_for(length, width)
+    seqs = -(-tokens // length)
+    trial = Runner(
+        shape, weights,
+        RunnerOptions(blocks=1 + seqs * per_seq, block_tokens=width, max_seqs=max(seqs, scenario.policy.batching.max_batch_seqs),
+                      max_batch_tokens=_most_tokens(scenario), max_model_len=length),
+    )  # fmt: skip
+    cache = torch.cuda.memory_allocated(device) - before
+    left, batch = tokens, []
+    for one in range(seqs):
+        count = min(left, length)
+        batch.append(SequenceInput(one, [1] * count, 0, list(range(1 + one * per_seq, 1 + one * per_seq + blocks_for(count, width)))))
+        left -= count
+    trial.execute(StepInput(batch))
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before - cache
+    del trial
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return MemoryUse(total, held, peak, max(0, total - free - torch.cuda.memory_reserved(device)))
