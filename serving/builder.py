@@ -157,24 +157,43 @@ class PlanBuilder:
             return ENDED_AT_WALL
         hit = None
         cached = 0
+        found: list[int] = []
         if seq.keys is not None:
             hit = pool.match(seq.keys, (known - 1) // pool.block_tokens)
             cached = hit.blocks * pool.block_tokens
             need += hit.idle_blocks - hit.blocks
+            if pool.lower is not None:
+                found = self._worth_loading(seq, hit.blocks, (known - 1) // pool.block_tokens)
+                cached += sum(found) * pool.block_tokens
         new = min(known - cached, self.tokens_left, self.max_chunk_tokens)
         if new <= 0 or (self.whole_prompts and new < known - cached and self.plan.chunks):
             return NO_TOKENS
         if need > pool.free:
             return NO_BLOCKS
         self._seat(seq)
-        if cached:
+        if hit is not None and hit.blocks:
             pool.share(seq, hit)
+        if found:
+            self._load(seq, hit.blocks, found)
         seq.computed = cached
         if not seq.preemptions:
             seq.cached_tokens = cached
         pool.take(pool.blocks_for(cached + new) - seq.shared_blocks)
         self._schedule_chunk(seq, new, known)
         return ADMITTED
+
+    def _worth_loading(self, seq: Sequence, first: int, limit: int) -> list[int]:
+        """Pages by lower tier that continue the cached prefix of ``seq``, if the reload policy wants them; else an empty list."""
+        lower = self.pool.lower
+        found = lower.find(seq.keys, first, limit)
+        tokens = sum(found) * self.pool.block_tokens
+        wanted = tokens and self.scheduler.policies.reload.load(tokens, lower.load_s(found), self.scheduler)
+        return found if wanted else []
+
+    def _load(self, seq: Sequence, first: int, found: list[int]) -> None:
+        self.pool.lower.load(seq.keys[first : first + sum(found)])
+        loads = self.plan.loads
+        self.plan.loads = [old + new for old, new in zip(loads, found)] if loads else found
 
     def _seat(self, seq: Sequence) -> None:
         heappop(self.scheduler.waiting)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
+from serving.kv_tiers import LowerTiers
 from serving.sequence import Sequence
 
 
@@ -53,7 +54,9 @@ class KVPool:
     ``free`` counts the blocks that could be taken now: ``unused`` ones and the ``idle`` cached ones that eviction yields.
     """
 
-    def __init__(self, blocks: int, block_tokens: int, *, prefix_caching: bool = True, named: bool = False) -> None:
+    def __init__(
+        self, blocks: int, block_tokens: int, *, prefix_caching: bool = True, named: bool = False, lower: LowerTiers | None = None
+    ) -> None:
         if blocks < 2 or block_tokens < 1:
             raise ValueError(f"a pool needs at least 2 blocks of at least 1 token, got {blocks} of {block_tokens}")
         self.block_tokens = block_tokens
@@ -61,6 +64,7 @@ class KVPool:
         self.unused = self.total
         self.free = self.total
         self.prefix_caching = prefix_caching
+        self.lower = lower  # where evicted pages go; None: they are forgotten
         self.evictions = 0
         self.root = Extent(None, (), [] if named else None, 1)
         self._idle: OrderedDict[Extent, None] = OrderedDict()
@@ -87,6 +91,8 @@ class KVPool:
             extent = next(iter(self._idle))
             size = len(extent.keys)
             gone = min(size, count)
+            if self.lower is not None:
+                self.lower.store(reversed(extent.keys[size - gone :]))
             if self._loose is not None:
                 self._loose.extend(reversed(extent.ids[size - gone :]))
                 del extent.ids[size - gone :]

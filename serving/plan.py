@@ -36,7 +36,7 @@ class BatchPlan:
     """
 
     __slots__ = (
-        "admitted", "ask_again_s", "chunks", "clock", "completing", "decode_context_tokens", "decodes", "departed", "ended", "landed",
+        "admitted", "ask_again_s", "chunks", "clock", "completing", "decode_context_tokens", "decodes", "departed", "ended", "landed", "loads",
         "logits_rows", "now_s", "preempted", "prefills", "query_tokens_per_decode", "scheduler", "step", "steps", "valid_until_s", "withdrawn",
     )  # fmt: skip
 
@@ -51,6 +51,7 @@ class BatchPlan:
         self.completing: Seq[Sequence] = ()
         self.admitted: Seq[Sequence] = ()
         self.landed: Seq[Sequence] = ()  # their KV came from another replica; they decode from this step on
+        self.loads: Seq[int] = ()  # pages read back from each lower KV tier before the step's attention can run
         self.preempted: Seq[Sequence] = ()
         self.ended: Seq[Sequence] = ()
         self.decodes = 0

@@ -57,6 +57,7 @@ class Scheduler:
         self.clock = 0  # decode steps planned so far
         self.decoding = 0
         self.decoded_s = math.nan  # end of the latest committed step that decoded
+        self.prefill_token_s = math.nan  # what a token of a step with prompts cost of late, kept where the pool has lower tiers
         self.context = 0  # sum of `computed` over the decoding sequences
         self.phases = [0] * pool.block_tokens  # decoding sequences by the clock at which they next need a block
         self.now_s = -math.inf
@@ -264,6 +265,8 @@ class Scheduler:
                 if full > seq.shared_blocks:
                     self.pool.publish(seq, seq.keys[seq.shared_blocks : full])
         end_s = result.end_s
+        if self.pool.lower is not None and plan.chunks:
+            self._note_prefill(plan, end_s)
         if plan.decodes:
             self.decoded_s = end_s
         for seq in plan.departed:
@@ -287,6 +290,12 @@ class Scheduler:
                     continue
                 self.pool.release(seq)
             self._end(seq, end_s, reason)
+
+    def _note_prefill(self, plan: BatchPlan, end_s: float) -> None:
+        """Keep a running mean of what a token of a step with prompts costs, for whoever weighs computing against reading."""
+        cost_s = (end_s - plan.now_s) / (plan.decodes + sum(new for new, _ in plan.chunks))
+        known = self.prefill_token_s == self.prefill_token_s
+        self.prefill_token_s = 0.9 * self.prefill_token_s + 0.1 * cost_s if known else cost_s
 
     # -- changes of state (used by the builder and by commit) -------------------------------------------------------------
 

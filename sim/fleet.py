@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 from hwmodels import latency
 from hwmodels.latency import LatencyModel
 from serving.catalog import Gpu, load_gpu, load_llm
 from serving.errors import InputError
 from serving.kv_pool import KVPool
+from serving.kv_tiers import LowerTiers, TierSpec
 from serving.llm import Llm
 from serving.memory import KvCapacity, kv_capacity
 from serving.metrics import Metrics
@@ -168,8 +170,27 @@ def build_cluster(
 def new_scheduler(parts: Parts) -> Scheduler:
     """An empty scheduler for one replica. Raises InputError for a mistake in a policy."""
     cache, policy = parts.scenario.kv_cache, parts.scenario.policy
-    pool = KVPool(parts.capacity.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching)
+    pool = KVPool(parts.capacity.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching, lower=lower_tiers(parts))
     return Scheduler(pool, build_policies(policy), max_in_flight=policy.batching.max_in_flight)
+
+
+def lower_tiers(parts: Parts) -> LowerTiers | None:
+    """The KV tiers below one replica's GPUs; None without any. Raises InputError for a tier smaller than a page."""
+    cache, link = parts.scenario.kv_cache, parts.gpu.pcie
+    if not cache.tiers:
+        return None
+    if not cache.prefix_caching:
+        raise InputError("kv_cache.tiers", "keep pages by their content, which needs kv_cache.prefix_caching")
+    block_bytes = cache.block_tokens * parts.capacity.kv_bytes_per_token
+    specs = []
+    for index, tier in enumerate(cache.tiers):
+        blocks = int(tier.gib * 2**30 // block_bytes)
+        if blocks < 1:
+            raise InputError(f"kv_cache.tiers[{index}].gib", f"{tier.gib} GiB hold no page of {block_bytes} bytes")
+        read = tier.read_bytes_per_s or link.bytes_per_s * link.efficiency
+        latency_s = link.latency_s if tier.latency_s is None else tier.latency_s
+        specs.append(TierSpec(tier.name, blocks, read, tier.write_bytes_per_s or read, latency_s))
+    return LowerTiers(specs, block_bytes)
 
 
 def new_metrics(scenario: Scenario, *, keep_rows: bool = False) -> Metrics:
@@ -180,3 +201,20 @@ def new_metrics(scenario: Scenario, *, keep_rows: bool = False) -> Metrics:
         names, scenario.slo.targets, warmup_s=measure.warmup_s, cooldown_s=measure.cooldown_s, keep_rows=keep_rows,
         timeline_s=faults.window_s if faults is not None else None,
     )  # fmt: skip
+
+
+def tier_report(replicas: list[Replica]) -> list[dict[str, Any]]:
+    """What the lower KV tiers of a fleet moved, for its summary."""
+    pools = [replica.scheduler.pool for replica in replicas]
+    first = pools[0].lower
+    return [
+        {
+            "name": spec.name,
+            "capacity_blocks": spec.blocks * len(pools),
+            "used_blocks": sum(pool.lower.pages(tier) for pool in pools),
+            "stored_blocks": sum(pool.lower.stored[tier] for pool in pools),
+            "loaded_blocks": sum(pool.lower.loaded[tier] for pool in pools),
+            "loaded_bytes": sum(pool.lower.loaded[tier] for pool in pools) * first.block_bytes,
+        }
+        for tier, spec in enumerate(first.specs)
+    ]

@@ -272,6 +272,8 @@ class Replica:
         else:
             if not self._pipelined:
                 duration_s = self._price(plan)
+            if plan.loads:  # pages are read while the step computes what does not need them: it ends with the later of the two
+                duration_s = max(duration_s, scheduler.pool.lower.load_s(plan.loads))
             self._durations = [duration_s]
             self._ends = [start_s + duration_s]
         self.next_s = self._ends[-1]
@@ -285,10 +287,10 @@ class Replica:
                 self.oracle.joined(seq)
             self._fresh.update(dict.fromkeys(plan.landed))  # their latest token came from elsewhere, at their own token_s
         if plan.admitted:
-            chunk_of = dict(zip(plan.prefills, plan.chunks))
-            for seq in plan.admitted:
-                self.prompt_tokens += seq.known_tokens - (seq.state == DECODING)
-                self.cached_tokens += chunk_of[seq][1]
+            for seq, (_, cached) in zip(plan.prefills, plan.chunks):
+                if seq in plan.admitted:
+                    self.prompt_tokens += seq.known_tokens - (seq.state == DECODING)
+                    self.cached_tokens += cached
         if self.recording is not None and not plan.empty:
             self.recording.planned(self.label, plan)
         if plan.ended and not plan.empty:
@@ -391,7 +393,8 @@ class Replica:
         """Every decode is a gap between two tokens of one client: as long as the step, or longer if the sequence had to pause."""
         count = plan.decodes - self._lost_decodes
         weights = [count] * len(durations)
-        weights[-1] -= plan.withdrawn
+        if plan.withdrawn:
+            weights[-1] -= plan.withdrawn
         if self._fresh or self.scheduler.decoded_s != self._run_start_s:
             self._first_gaps(plan, ends[0], weights[0])
             self._gave_up.clear()

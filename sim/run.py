@@ -19,7 +19,7 @@ from sim.attach import Dynamics, attach
 from sim.bottleneck import Fleet, fleet_of
 from sim.cluster import Cluster
 from sim.disaggregation import Disaggregated
-from sim.fleet import Parts, build_fleet, new_metrics, resolve_fleet
+from sim.fleet import Parts, build_fleet, new_metrics, resolve_fleet, tier_report
 from sim.saturation import saturated_fleet_rps
 
 Progress = Callable[[int, int | None], None]
@@ -77,6 +77,8 @@ def simulate(
         partial = not _run_to_end(cluster, scenario, progress, stop and (lambda: stop(metrics)))
         load_factor = _load_factor(cluster, scenario, saturation, dynamics)
         summary = metrics.summary(scenario=scenario.name, seed=scenario.seed, totals=_totals(cluster, parts, dynamics), load_factor=load_factor)
+        if scenario.kv_cache.tiers:
+            summary["kv_tiers"] = tier_report(cluster.replicas)
         if dynamics is not None:
             summary["fleet"] = dynamics.report(cluster.end_s)
         if writer is not None:

@@ -29,6 +29,7 @@ KINDS: dict[str, tuple[str, ...]] = {  # kind -> the methods that a policy of th
     "admission": ("admit",),
     "routing": ("route",),
     "autoscaling": ("target",),
+    "reload": ("load",),
 }
 
 

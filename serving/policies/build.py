@@ -27,6 +27,7 @@ def build_policies(policy: Policy) -> Policies:
         victim=_load("preemption", policy.preemption),
         admission=_load("admission", policy.admission),
         limits=Limits(batching.max_batch_tokens, batching.max_batch_seqs, batching.max_chunk_tokens),
+        reload=_load("reload", policy.reload),
     )
 
 

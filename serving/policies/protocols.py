@@ -57,6 +57,13 @@ class Admission(Protocol):
         """None to accept, or the name of the limit for which the request is refused."""
 
 
+class Reload(Protocol):
+    """Whether KV pages that a lower tier holds are read back, or computed again."""
+
+    def load(self, tokens: int, load_s: float, queue: Scheduler) -> bool:
+        """Decide for ``tokens`` tokens that take ``load_s`` seconds to read."""
+
+
 class Routing(Protocol):
     """Which replica serves a request."""
 
@@ -123,8 +130,9 @@ class Policies:
     victim: Victim
     admission: Admission
     limits: Limits
+    reload: Reload | None = None  # needed where the pool has lower tiers
 
     def observers(self) -> list[Callable]:
         """The ``observe`` methods of those policies that learn from outcomes."""
-        members = (self.ordering, self.batching, self.window, self.victim, self.admission)
+        members = (self.ordering, self.batching, self.window, self.victim, self.admission, self.reload)
         return [policy.observe for policy in members if hasattr(policy, "observe")]

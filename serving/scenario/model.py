@@ -83,6 +83,17 @@ class Cluster(BaseModel):
         return next(pool for pool in self.pools if pool.role == role)
 
 
+class KvTier(BaseModel):
+    """Memory below the GPU's that keeps evicted KV pages: one GPU's share of it."""
+
+    model_config = STRICT
+    name: Name
+    gib: Annotated[Positive, Field(description="GiB for each GPU")]
+    read_bytes_per_s: Annotated[Positive | None, Field(description="to the GPU; null: what the GPU's host link reaches")] = None
+    write_bytes_per_s: Annotated[Positive | None, Field(description="from the GPU; null: as read")] = None
+    latency_s: Annotated[NotNegative | None, Field(description="before the first byte; null: the host link's")] = None
+
+
 class KvCache(BaseModel):
     """The KV cache of a replica."""
 
@@ -93,6 +104,7 @@ class KvCache(BaseModel):
     ] = 0.90
     prefix_caching: Switch = True
     blocks: Annotated[Count | None, Field(description="blocks per replica, the reserved one included; overrides the memory model")] = None
+    tiers: Annotated[tuple[KvTier, ...], Field(description="where evicted pages go, nearest first")] = ()
     dtype: Annotated[KvDtype, Field(description="of the KV entries; auto: as the weights compute")] = "auto"
 
 
@@ -158,6 +170,9 @@ class Policy(BaseModel):
     )
     admission: Annotated[spec_field("policy.admission"), Field(description="who is let in")] = PolicySpec(
         name="fits", where="policy.admission"
+    )
+    reload: Annotated[spec_field("policy.reload"), Field(description="read KV pages back from a lower tier, or compute them again")] = PolicySpec(
+        name="always", where="policy.reload"
     )
     routing: Annotated[spec_field("policy.routing"), Field(description="which replica")] = PolicySpec(
         name="least_outstanding_tokens", where="policy.routing"

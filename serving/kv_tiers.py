@@ -1,0 +1,129 @@
+"""Where evicted KV pages go: host memory, then disk; each tier keeps what was used last and passes the rest down.
+
+A tier holds copies by content key, one page each. What is found there can be loaded instead of computed, and a preempted
+sequence finds its own pages again: swapping is this cache applied to content that only one sequence can name.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """One tier: its capacity in pages and what moving a page costs. Rates are of one GPU's share of the link, in each direction."""
+
+    name: str
+    blocks: int
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    latency_s: float = 0.0  # before the first byte of a load
+
+
+class LowerTiers:
+    """The tiers below the GPU, nearest first. ``heat`` counts the uses of a page (0 to 255, halved when all cool down).
+
+    A tier that is full passes down, or forgets, the coldest of its oldest ``LOOK`` pages, so that a page that is used again and
+    again outlives a long prompt that is read once. Pinned pages are never passed down.
+    """
+
+    LOOK = 8
+    HOTTEST = 255
+
+    def __init__(self, specs: Iterable[TierSpec], block_bytes: float) -> None:
+        self.specs = tuple(specs)
+        self.block_bytes = block_bytes  # of a page, on one GPU
+        self._pages: list[OrderedDict] = [OrderedDict() for _ in self.specs]
+        self._heat: dict = {}
+        self._pinned: set = set()
+        self.stored = [0] * len(self.specs)  # pages written to each tier so far
+        self.loaded = [0] * len(self.specs)  # pages read from each tier so far
+        self.forgotten = 0  # pages that left the last tier
+
+    def store(self, keys: Iterable) -> None:
+        """Take in pages that the GPU evicts, in the order in which they go."""
+        for key in keys:
+            self._put(0, key)
+
+    def _put(self, tier: int, key: object) -> None:
+        if tier == len(self.specs):
+            self.forgotten += 1
+            self._heat.pop(key, None)
+            return
+        pages = self._pages[tier]
+        if key in pages:
+            pages.move_to_end(key)
+            return
+        pages[key] = None
+        self._heat.setdefault(key, 0)
+        self.stored[tier] += 1
+        if len(pages) > self.specs[tier].blocks:
+            victim = self._coldest(pages)
+            del pages[victim]
+            if not any(victim in lower for lower in self._pages[tier + 1 :]):
+                self._put(tier + 1, victim)
+
+    def _coldest(self, pages: OrderedDict) -> object:
+        best, coldest = None, self.HOTTEST + 1
+        for seen, key in enumerate(pages):
+            if key in self._pinned:
+                continue
+            heat = self._heat.get(key, 0)
+            if heat < coldest:
+                best, coldest = key, heat
+            if seen + 1 >= self.LOOK and best is not None:
+                break
+        return next(iter(pages)) if best is None else best
+
+    def pin(self, keys: Iterable) -> None:
+        """Keep these pages wherever they are until ``unpin``."""
+        self._pinned.update(keys)
+
+    def unpin(self, keys: Iterable) -> None:
+        """Let these pages move again."""
+        self._pinned.difference_update(keys)
+
+    def find(self, keys: tuple, first: int, limit: int) -> list[int]:
+        """Pages by tier that continue a prefix whose first ``first`` pages are on the GPU, up to ``limit`` pages in all."""
+        found = [0] * len(self.specs)
+        for key in keys[first:limit]:
+            tier = next((tier for tier, pages in enumerate(self._pages) if key in pages), None)
+            if tier is None:
+                break
+            found[tier] += 1
+        return found
+
+    def load(self, keys: Iterable) -> None:
+        """Pages are read back to the GPU: they become the most recent of their tier, and hotter."""
+        for key in keys:
+            for tier, pages in enumerate(self._pages):
+                if key in pages:
+                    pages.move_to_end(key)
+                    self.loaded[tier] += 1
+                    break
+            heat = self._heat.get(key, 0)
+            if heat == self.HOTTEST:
+                self._cool()
+                heat = self.HOTTEST // 2
+            self._heat[key] = heat + 1
+
+    def _cool(self) -> None:
+        for key in self._heat:
+            self._heat[key] //= 2
+
+    def load_s(self, found: Iterable[int]) -> float:
+        """Seconds to read ``found`` pages by tier, one tier after the other (they end on the same link to the GPU)."""
+        return sum(spec.latency_s + count * self.block_bytes / spec.read_bytes_per_s for spec, count in zip(self.specs, found) if count)
+
+    def pages(self, tier: int) -> int:
+        """Pages in a tier now."""
+        return len(self._pages[tier])
+
+    def check(self) -> None:
+        """Raise AssertionError when a tier holds more than it can, or a page is known to be warm that is nowhere."""
+        for spec, pages in zip(self.specs, self._pages):
+            assert len(pages) <= spec.blocks, f"{spec.name} holds {len(pages)} of {spec.blocks} pages"
+        everywhere = set().union(*self._pages)
+        assert set(self._heat) <= everywhere, "heat is kept for pages that are gone"

@@ -1,0 +1,1 @@
+"""Reload policies: read KV pages back from a lower tier, or compute them again."""
