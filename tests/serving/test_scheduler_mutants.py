@@ -138,9 +138,12 @@ MUTANTS = [
 ]  # fmt: skip
 
 
+SOURCES = {(owner, name): textwrap.dedent(inspect.getsource(getattr(owner, name))) for _, owner, name, _, _ in MUTANTS}  # as imported
+
+
 def mutate(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, old: str, new: str) -> None:
     """Replace ``old`` by ``new`` in the text of a method, for one test."""
-    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    source = SOURCES[owner, name]
     found = textwrap.indent(textwrap.dedent(old), " " * (len(old) - len(old.lstrip(" ")) - 4)) if old.startswith(" ") else old
     assert found in source, f"this mutant no longer applies to {owner.__name__}.{name}: write it anew"
     namespace: dict[str, Any] = dict(vars(sys.modules[owner.__module__]))
