@@ -35,34 +35,31 @@ class BatchPlan:
     ``clock`` counts the replica's decode steps, this one included.
     """
 
-    __slots__ = (
-        "admitted", "ask_again_s", "chunks", "clock", "completing", "decode_context_tokens", "decodes", "departed", "ended", "landed", "loads",
-        "logits_rows", "now_s", "preempted", "prefills", "query_tokens_per_decode", "scheduler", "step", "steps", "valid_until_s", "withdrawn",
-    )  # fmt: skip
+    # Most plans change little, and one is made for every step: what does not change is the class's, lists are made when a first
+    # member comes.
+    chunks: Seq[tuple[int, int]] = ()
+    prefills: Seq[Sequence] = ()
+    completing: Seq[Sequence] = ()
+    admitted: Seq[Sequence] = ()
+    landed: Seq[Sequence] = ()  # their KV came from another replica; they decode from this step on
+    loads: Seq[int] = ()  # pages read back from each lower KV tier before the step's attention can run
+    preempted: Seq[Sequence] = ()
+    ended: Seq[Sequence] = ()
+    departed: Seq[Sequence] = ()  # decode in it, but were preempted or reached their cap while it was in flight
+    withdrawn = 0  # decodes of sequences that were aborted meanwhile: nobody gets their (last) token
+    decodes = 0
+    decode_context_tokens = 0
+    query_tokens_per_decode = 1
+    logits_rows = 0
+    steps = 1  # successive decode steps that this plan stands for, once extended
+    valid_until_s = -math.inf  # the same decision holds for steps that start before this, barring an event
+    ask_again_s = -math.inf  # an empty plan with work queued says when to ask again
 
     def __init__(self, scheduler: Scheduler, step: int, now_s: float, clock: int) -> None:
         self.scheduler = scheduler
         self.step = step
         self.now_s = now_s
-        self.steps = 1  # successive decode steps that this plan stands for, once extended
-        # Most plans change little: the lists start as the empty tuple and are made when the first member comes.
-        self.chunks: Seq[tuple[int, int]] = ()
-        self.prefills: Seq[Sequence] = ()
-        self.completing: Seq[Sequence] = ()
-        self.admitted: Seq[Sequence] = ()
-        self.landed: Seq[Sequence] = ()  # their KV came from another replica; they decode from this step on
-        self.loads: Seq[int] = ()  # pages read back from each lower KV tier before the step's attention can run
-        self.preempted: Seq[Sequence] = ()
-        self.ended: Seq[Sequence] = ()
-        self.decodes = 0
-        self.decode_context_tokens = 0
-        self.query_tokens_per_decode = 1
-        self.logits_rows = 0
-        self.departed: Seq[Sequence] = ()  # decode in it, but were preempted or reached their cap while it was in flight
-        self.withdrawn = 0  # decodes of sequences that were aborted meanwhile: nobody gets their (last) token
         self.clock = clock
-        self.valid_until_s = -math.inf  # the same decision holds for steps that start before this, barring an event
-        self.ask_again_s = -math.inf  # an empty plan with work queued says when to ask again
 
     @property
     def empty(self) -> bool:

@@ -259,14 +259,11 @@ class Scheduler:
         if not self._plans or self._plans.pop(0) is not plan:
             raise RuntimeError(f"plan {plan.step} is not the oldest in flight")
         self.in_flight -= 1
-        for seq, (new, before) in zip(plan.prefills, plan.chunks):
-            if seq.keys is not None and WAITING < seq.state < PARKED:
-                full = min((before + new) // self.pool.block_tokens, len(seq.keys))
-                if full > seq.shared_blocks:
-                    self.pool.publish(seq, seq.keys[seq.shared_blocks : full])
         end_s = result.end_s
-        if self.pool.lower is not None and plan.chunks:
-            self._note_prefill(plan, end_s)
+        if plan.chunks:
+            self._publish_chunks(plan)
+            if self.pool.lower is not None:
+                self._note_prefill(plan, end_s)
         if plan.decodes:
             self.decoded_s = end_s
         for seq in plan.departed:
@@ -290,6 +287,13 @@ class Scheduler:
                     continue
                 self.pool.release(seq)
             self._end(seq, end_s, reason)
+
+    def _publish_chunks(self, plan: BatchPlan) -> None:
+        for seq, (new, before) in zip(plan.prefills, plan.chunks):
+            if seq.keys is not None and WAITING < seq.state < PARKED:
+                full = min((before + new) // self.pool.block_tokens, len(seq.keys))
+                if full > seq.shared_blocks:
+                    self.pool.publish(seq, seq.keys[seq.shared_blocks : full])
 
     def _note_prefill(self, plan: BatchPlan, end_s: float) -> None:
         """Keep a running mean of what a token of a step with prompts costs, for whoever weighs computing against reading."""

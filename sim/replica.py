@@ -313,8 +313,9 @@ class Replica:
         if limit > 1:
             limit = self.scheduler.steps_possible(plan, limit)
         self._durations = durations = self._price_run(plan, limit)
-        self._ends = ends = list(accumulate(durations, initial=start_s))
-        del ends[0]
+        instants = accumulate(durations, initial=start_s)
+        next(instants)
+        self._ends = ends = list(instants)
         if ends[-1] > plan.valid_until_s:
             keep = bisect_left(ends, plan.valid_until_s) + 1  # a step counts by when it starts
             del ends[keep:], durations[keep:]
@@ -374,12 +375,14 @@ class Replica:
     def _account(self, plan: BatchPlan) -> None:
         """Add blocks in use x seconds, step by step: the first step's blocks are known, the others' follow from the phases."""
         durations, done = self._durations, self._accounted
+        if done == len(durations):
+            return
         used, total = self._used_blocks, self.kv_block_seconds
         phases, width, clock = self.scheduler.phases, self.scheduler.pool.block_tokens, plan.clock
         if not done:
             total += used * durations[0]
             done = 1
-        for duration_s in durations[done:] if len(durations) > done else ():
+        for duration_s in durations[done:]:
             used += phases[clock % width]
             clock += 1
             total += used * duration_s
