@@ -46,6 +46,7 @@ def sweep(
 ) -> None:
     """Simulate a scenario at many settings and print one table."""
     from serving.scenario import load
+    from sim.cli import spare_the_collector
     from sim.study.executors import open_pool
     from sim.study.points import Points
     from sim.study.sweep import NOTE, TABLES, finished, points_of, run_sweep, write_tables
@@ -54,6 +55,7 @@ def sweep(
     settings = _settings(base, vary or [], random, listed)
     points = points_of(base, settings, seeds, _folder(scenario))
     note = {"scenario": base.resolved(), "vary": vary or [], "random": random, "list": None if listed is None else str(listed), "seeds": seeds}
+    spare_the_collector()
     with Points(out, (*TABLES, NOTE)) as store:
         try:
             with open_pool(backend, jobs) as use:
@@ -117,6 +119,7 @@ def plan(
 ) -> None:
     """Find the cheapest fleet that meets the scenario's objectives. Exit code 1 when there is none."""
     from serving.scenario import load
+    from sim.cli import spare_the_collector
     from sim.study.executors import open_pool
     from sim.study.plan import FILE, make_plan
     from sim.study.points import Points, replace_file
@@ -125,6 +128,7 @@ def plan(
     base = load(scenario, overrides or (), seed)
     if top is not None and top < 1:
         raise InputError("--top", "must be at least 1", f"got {top}")
+    spare_the_collector()
     with Points(out, (FILE,)) as store:
         try:
             with open_pool(backend, jobs) as use:
