@@ -3,15 +3,23 @@ PYTHON ?= python3
 VENV ?= .venv
 SCENARIO ?= azure-conversation
 PYTEST_ARGS ?= -n auto
+PORT ?= 8000
 INSTALL = $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable
 
-.PHONY: run test clean
+.PHONY: run test load clean
 
 run: $(VENV)/core
 	$(VENV)/bin/twinserve run $(SCENARIO)
 
 test: $(VENV)/everything run
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# A load generator from PyPI measures the simulator in real time (docs/serving.md).
+load: $(VENV)/core
+	$(INSTALL) '.[serve,load]'
+	set -e; $(VENV)/bin/twinserve serve quickstart --port $(PORT) & server=$$!; trap "kill $$server" EXIT; \
+	url=http://127.0.0.1:$(PORT); until curl -sf $$url/health; do kill -0 $$server; sleep 0.3; done; \
+	$(VENV)/bin/servebench run --url $$url/v1 --model llama-3.1-8b --concurrency 1,8,32 --input-len 256 --output-len 64 --out build/load.json
 
 # What a capacity planner needs; no torch.
 $(VENV)/core: pyproject.toml constraints.txt

@@ -43,8 +43,6 @@ class SimBackend:
         for where, wish in (("cluster.pools", scenario.cluster.pools), ("cluster.autoscaling", scenario.cluster.autoscaling), ("faults", scenario.faults)):
             if wish:
                 raise InputError(where, "cannot be served live: the fleet must be of one kind and stay as it is", "use `twinserve run`")
-        if not speed > 0:
-            raise InputError("--speed", f"must be positive, got {speed:g}")
         self._scenario = scenario
         self._parts: Parts = resolve(scenario)
         self._speed = speed

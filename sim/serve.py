@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from serving.errors import InputError
+from serving.http.command import Drain, Host, MaxWaiting, Port, serve_backend
 
 
 def register(app: typer.Typer) -> None:
@@ -18,27 +19,23 @@ def serve(
     scenario: Annotated[str, typer.Argument(help="A YAML file, or a name from `twinserve list scenarios`; its arrivals are not used.")],
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override one key; may be repeated.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the lengths of answers, instead of the scenario's.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any that is free.")] = 8000,
     speed: Annotated[float, typer.Option(metavar="X", help="Simulated seconds per second.")] = 1.0,
-    max_waiting: Annotated[int | None, typer.Option(metavar="N", help="Tell clients to come back while so many wait for their first token.")] = None,
-    drain_s: Annotated[float, typer.Option(metavar="S", help="When stopped, let requests finish for so long.")] = 30.0,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    max_waiting: MaxWaiting = None,
+    drain_s: Drain = 30.0,
 ) -> None:
     """Serve completions over the simulator: a scenario's fleet answers with placeholder text, at the times it would."""
     from serving.scenario import load
 
-    if drain_s < 0:
-        raise InputError("--drain-s", f"must not be negative, got {drain_s:g}")
     loaded = load(scenario, overrides or (), seed)
-    try:
-        from serving.http import server
-        from serving.http.app import build_app
-    except ImportError as missing:
-        raise InputError("serve", f"needs the package '{missing.name}'", "pip install 'twinserve[serve]'") from None
-    from serving.http.service import Limits
-    from sim.live import SimBackend
+    if not 0 < speed < float("inf"):
+        raise InputError("--speed", f"{speed:g} is no number above 0")
 
-    backend = SimBackend(loaded, speed=speed)
-    listening = server.listen(host, port)
-    app = build_app(backend, Limits(max_waiting=max_waiting), drain_s=drain_s)
-    server.serve(app, listening, drain_s=drain_s, what=f"{backend.llm} (simulated, {len(backend.cluster.replicas)} replicas)")
+    def build() -> tuple:
+        from sim.live import SimBackend
+
+        backend = SimBackend(loaded, speed=speed)
+        return backend, f"{backend.llm} (simulated, {len(backend.cluster.replicas)} x {loaded.cluster.gpu})"
+
+    serve_backend(build, host=host, port=port, max_waiting=max_waiting, drain_s=drain_s)
