@@ -226,12 +226,19 @@ class Loop:
                 continue
             due_s = min(ask_s, self.env.next_s())
             if due_s == math.inf and not self._open:
+                self._give_rows_back()
                 return now_s
             self._clock.wait(due_s, self.env)
             due_s = min(ask_s, self.env.next_s())
             if due_s < math.inf:
                 now_s = max(now_s, due_s)
                 self.env.run_until(now_s)
+
+    def _give_rows_back(self) -> None:
+        """Tell the runner who left with the last step: another loop may use it next."""
+        if self._released:
+            self._runner.collect(self._runner.launch(StepInput([], tuple(self._released))))
+            self._released.clear()
 
     def _fill(self, now_s: float) -> float:
         """Plan and launch as many steps as may be in flight. Returns when the policy wants to be asked again if nothing is."""

@@ -42,11 +42,10 @@ class StubRunner:
         for request_id in batch.released:
             self._context.pop(request_id, None)
         tokens: dict[int, tuple[int, ...]] = {}
-        errors: dict[int, str] = {}
+        found = {sequence.request_id: self._fault(sequence) for sequence in batch.sequences} if self._fault is not None else {}
+        errors = {request_id: reason for request_id, reason in found.items() if reason is not None}  # a raise leaves nothing half done
         for sequence in batch.sequences:
-            reason = self._fault(sequence) if self._fault is not None else None
-            if reason is not None:
-                errors[sequence.request_id] = reason
+            if sequence.request_id in errors:
                 continue
             digest = self._write(sequence) if self._check else sequence.start
             if sequence.sampled_rows:
@@ -68,15 +67,10 @@ class StubRunner:
         assert len(table) == -(-end // width), f"request {sequence.request_id}: {len(table)} blocks for {end} tokens"
         assert 0 not in table, f"request {sequence.request_id}: block 0 is reserved"
         context = self._context.setdefault(sequence.request_id, [])
-        found = [self._blocks[block][width - 1] for block in table[: start // width]]
+        found = [self._digest(sequence.request_id, table, (index + 1) * width - 1) for index in range(start // width)]
         assert found[: len(context)] == context, f"request {sequence.request_id}: somebody wrote into its blocks"
         context[:] = found
-        digest = 0
-        if start:
-            held = self._blocks.get(table[(start - 1) // width], [])
-            offset = (start - 1) % width
-            assert len(held) > offset, f"request {sequence.request_id}: position {start - 1} was never written"
-            digest = held[offset]
+        digest = self._digest(sequence.request_id, table, start - 1) if start else 0
         for position, token in enumerate(sequence.tokens, start):
             value = self._last[sequence.request_id] if token == LAST_SAMPLED else token
             digest = (digest * 1_000_003 + value + 1) & 0xFFFFFFFFFFFF
@@ -85,3 +79,10 @@ class StubRunner:
             assert len(block) == position % width, f"request {sequence.request_id}: position {position} leaves a hole in its block"
             block.append(digest)
         return digest
+
+    def _digest(self, request_id: int, table: list[int], position: int) -> int:
+        """The digest that the cache holds at ``position``."""
+        held = self._blocks.get(table[position // self._width], [])
+        offset = position % self._width
+        assert len(held) > offset, f"request {request_id}: position {position} was never written"
+        return held[offset]

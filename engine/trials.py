@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def run_one_by_one(runner: StepRunner, batch: StepInput, error: Exception) -> StepOutput:
     """Execute each sequence of ``batch``, which raised ``error`` as a whole, alone; those that raise again are in ``errors``.
 
-    What a step writes depends on its inputs alone, so running part of it again is harmless. Raises ``error`` when several sequences
+    What a step writes depends on its inputs alone, so running part of it again is harmless, as long as it raised before it sampled. Raises ``error`` when several sequences
     were tried and none could be executed: it is the device that is at fault.
     """
     tokens: dict[int, tuple[int, ...]] = {}
