@@ -17,7 +17,7 @@ test: $(VENV)/everything run
 # A load generator from PyPI measures the simulator in real time (docs/serving.md).
 load: $(VENV)/core
 	$(INSTALL) '.[serve,load]'
-	set -e; $(VENV)/bin/twinserve serve quickstart --port $(PORT) & server=$$!; trap "kill $$server" EXIT; \
+	mkdir -p build; set -e; $(VENV)/bin/twinserve serve quickstart --port $(PORT) & server=$$!; trap "kill $$server" EXIT; \
 	url=http://127.0.0.1:$(PORT); until curl -sf $$url/health; do kill -0 $$server; sleep 0.3; done; \
 	$(VENV)/bin/servebench run --url $$url/v1 --model llama-3.1-8b --concurrency 1,8,32 --input-len 256 --output-len 64 --out build/load.json
 
