@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from serving.catalog import Gpu
 from serving.errors import InputError, nearest
+from serving.layout import Layout
 from serving.llm import Llm
 from serving.plan import StepShape
+
+if TYPE_CHECKING:
+    from hwmodels.group_links import GroupLinks
 
 AllReduce = Callable[[float], float]  # bytes of the tensor to reduce -> seconds
 
@@ -37,19 +41,33 @@ def build(
     weight_dtype: str | None = None,
     kv_dtype: str = "bf16",
     all_reduce_s: AllReduce | None = None,
+    layout: Layout | None = None,
+    links: GroupLinks | None = None,
+    imbalance: float = 1.0,
     where: str = "latency",
 ) -> LatencyModel:
     """Return the latency model ``name`` for one replica: ``tensor_parallel`` GPUs of kind ``gpu`` serving ``llm``.
 
-    ``weight_dtype`` None means the checkpoint's own. ``all_reduce_s`` prices an all-reduce by its bytes; without it the
-    model uses its own. Raises InputError for an unknown name, option or dtype, naming ``where``.
+    ``layout`` replaces ``tensor_parallel`` where there is more to say; ``links`` are those between the replica's GPUs (default: the
+    GPU's own), ``imbalance`` is the load of the busiest expert rank over the mean. ``weight_dtype`` None means the checkpoint's own.
+    ``all_reduce_s`` prices an all-reduce by its bytes; without it the model uses its own. Raises InputError for an unknown name,
+    option or dtype, naming ``where``, and for a layout that the model cannot price.
     """
     if name not in MODELS:
         raise InputError(f"{where}.name", f"there is no latency model named '{name}'", nearest(name, MODELS))
-    llm.check_tensor_parallel(tensor_parallel, "cluster.tensor_parallel")
+    layout = layout or Layout(tensor_parallel=tensor_parallel)
+    layout.check(llm)
     factory = import_module(MODELS[name][0]).build
-    return factory(dict(options or {}), llm=llm, gpu=gpu, tensor_parallel=tensor_parallel, weight_dtype=weight_dtype,
-                   kv_dtype=kv_dtype, all_reduce_s=all_reduce_s, where=where)  # fmt: skip
+    common = {"llm": llm, "gpu": gpu, "weight_dtype": weight_dtype, "kv_dtype": kv_dtype, "where": where}
+    if name == "roofline":
+        from hwmodels.group_links import of_gpu
+
+        return factory(dict(options or {}), layout=layout, links=links or of_gpu(gpu, layout, all_reduce_s), imbalance=imbalance, **common)
+    if layout != Layout(tensor_parallel=layout.tensor_parallel):
+        raise InputError(f"{where}.name", f"'{name}' prices tensor parallelism only", "use roofline for other layouts")
+    if all_reduce_s is None and links is not None:
+        all_reduce_s = links.all_reduce_s
+    return factory(dict(options or {}), tensor_parallel=layout.tensor_parallel, all_reduce_s=all_reduce_s, **common)
 
 
 def check_options(options: Mapping[str, Any], known: Mapping[str, object], where: str) -> None:

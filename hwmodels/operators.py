@@ -7,10 +7,12 @@ latencies those of the GPU's kernel set. Formulas, sources and errors: docs/late
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
+from hwmodels.group_links import GroupLinks
+from hwmodels.parallel import expert_exchange_bytes
 from serving.catalog import Gpu, KernelFit
+from serving.layout import Layout
 from serving.llm import KV_BYTES, WEIGHT_BYTES, Llm, Matrix
 
 ACTIVATION_BYTES = 2  # bf16 activations
@@ -60,18 +62,26 @@ class DecodeTerms(NamedTuple):
 
 
 class Operators:
-    """Operator costs of one (LLM, GPU, tensor-parallel degree, dtypes). Stateless apart from derived constants."""
+    """Operator costs of one stage: an LLM (its layers in this stage) on one GPU of a layout. Stateless apart from derived constants.
 
-    def __init__(self, llm: Llm, gpu: Gpu, tensor_parallel: int, weight_dtype: str | None, kv_dtype: str,
-                 all_reduce_s: Callable[[float], float] | None) -> None:  # fmt: skip
+    ``first`` and ``last`` stages embed and sample. ``imbalance`` is what the busiest expert rank gets over the mean.
+    """
+
+    def __init__(self, llm: Llm, gpu: Gpu, layout: Layout, weight_dtype: str | None, kv_dtype: str, links: GroupLinks, *,
+                 first: bool = True, last: bool = True, imbalance: float = 1.0) -> None:  # fmt: skip
         self.llm = llm
         self.gpu = gpu
-        self.tensor_parallel = tensor_parallel
+        self.layout = layout
+        self.links = links
+        self.first = first
+        self.last = last
+        self.imbalance = imbalance
+        self.tensor_parallel = layout.tensor_parallel
         self.weight_dtype = llm.dtype_of_weights(weight_dtype)
         self.expert_dtype = llm.dtype_of_experts(weight_dtype)
         self.kv_bytes = KV_BYTES[kv_dtype]
         self.bandwidth = gpu.memory_bytes_per_s
-        self.all_reduce_s = all_reduce_s or self._alpha_beta
+        self.all_reduce_s = links.all_reduce_s
         self.windowed_layers = llm.sliding_window.layers if llm.sliding_window else 0
         self.full_layers = llm.layers - self.windowed_layers
 
@@ -94,23 +104,47 @@ class Operators:
         fit = self.gpu.kernels.elementwise
         return Cost(0.0, rows * bytes_per_row / (self.bandwidth * fit.memory_efficiency), fit.latency_s * kernels, kernels=kernels)
 
-    def dense(self, tokens: int) -> dict[str, Cost]:
-        """All work of a step that depends on its token count only, by operator, summed over layers."""
+    def dense(self, tokens: int, routed: int | None = None) -> dict[str, Cost]:
+        """All work of a step that depends on its token counts only, by operator, summed over layers.
+
+        ``tokens`` are those of one attention group, ``routed`` (default: the same) those of all groups, whose experts are shared.
+        """
         llm, size = self.llm, ACTIVATION_BYTES
-        costs = {"embedding": self.elementwise(tokens, 2 * llm.hidden * size)}
+        costs = {"embedding": self.elementwise(tokens, 2 * llm.hidden * size)} if self.first else {}
         for matrix in llm.attention_matrices(self.tensor_parallel):
             costs[matrix.name] = self.matmul(tokens, matrix, self.weight_dtype).times(llm.layers)
         heads = llm.heads // self.tensor_parallel + llm.kv_heads_per_gpu(self.tensor_parallel)
         costs["rope_and_kv_write"] = self.elementwise(tokens, 2 * heads * llm.head_dim * size).times(llm.layers)
-        costs["norms"] = self.elementwise(tokens, 4 * llm.hidden * size).times(llm.norms_per_layer * llm.layers + 1)
-        costs |= self._feed_forward(tokens)
+        costs["norms"] = self.elementwise(tokens, 4 * llm.hidden * size).times(llm.norms_per_layer * llm.layers + self.last)
+        costs |= self._feed_forward(tokens, tokens if routed is None else routed)
         if self.tensor_parallel > 1:
             one = self.all_reduce_s(tokens * llm.hidden * size)
-            count = 2 * llm.layers + 1
+            count = 2 * llm.layers + self.first
+            if self.layout.data > 1:  # experts of other groups send their part of the sum with the combining all-to-all
+                count -= llm.moe_layers
             costs["all_reduce"] = Cost(link_s=one * count, kernels=count)
+        if self.layout.kv_shards > 1:
+            costs["merge_shards"] = self._merge_shards(tokens).times(llm.layers)
         return costs
 
-    def _feed_forward(self, tokens: int) -> dict[str, Cost]:
+    def _merge_shards(self, tokens: int) -> Cost:
+        """Gather queries among GPUs that share the tokens of a KV head, and merge their partial softmaxes: per head an output, a
+        maximum and a sum (``hwmodels.parallel.kv_shards``).
+        """
+        ranks, llm = self.layout.kv_shards, self.llm
+        heads = llm.heads // self.layout.head_ranks
+        gather = self.links.all_gather_s(tokens * heads * llm.head_dim * ACTIVATION_BYTES, ranks)
+        return Cost(link_s=gather + self.links.group_all_reduce_s(tokens * heads * (llm.head_dim + 2) * ACTIVATION_BYTES, ranks), kernels=2)
+
+    def merge_ring_s(self, decodes: int, queries: int) -> float:
+        """Seconds, all layers, to merge the partial softmaxes of a decode batch over the ranks that hold its sequences in shares."""
+        ranks, llm = self.layout.ring, self.llm
+        if ranks == 1:
+            return 0.0
+        heads = llm.heads // self.tensor_parallel
+        return llm.layers * self.links.ring_all_reduce_s(decodes * queries * heads * (llm.head_dim + 2) * ACTIVATION_BYTES, ranks)
+
+    def _feed_forward(self, tokens: int, routed_tokens: int) -> dict[str, Cost]:
         llm, tp = self.llm, self.tensor_parallel
         costs: dict[str, Cost] = {}
         if llm.dense_layers:
@@ -118,20 +152,32 @@ class Operators:
             costs["mlp_up"] = self.matmul(tokens, up, self.weight_dtype).times(llm.dense_layers)
             costs["mlp_down"] = self.matmul(tokens, down, self.weight_dtype).times(llm.dense_layers)
             costs["activation"] = self._activation(tokens, up, down).times(llm.dense_layers)
-        if llm.moe:
+        if llm.moe_layers:
             moe = llm.moe
-            up, down = llm.mlp_matrices(moe.expert_intermediate, tp)
-            routed = tokens * moe.experts_per_token
-            touched = experts_touched(tokens, moe.experts, moe.experts_per_token)
             layers = llm.moe_layers
             costs["router"] = self.matmul(tokens, Matrix("router", llm.hidden, moe.experts), "bf16").times(layers)
-            costs["experts_up"] = self.matmul(routed, up, self.expert_dtype, touched).times(layers)
-            costs["experts_down"] = self.matmul(routed, down, self.expert_dtype, touched).times(layers)
-            costs["expert_activation"] = self._activation(routed, up, down).times(layers)
+            costs |= self._experts(routed_tokens)
             if moe.shared_intermediate:
                 up, down = llm.mlp_matrices(moe.shared_intermediate, tp)
                 costs["shared_up"] = self.matmul(tokens, up, self.weight_dtype).times(layers)
                 costs["shared_down"] = self.matmul(tokens, down, self.weight_dtype).times(layers)
+        return costs
+
+    def _experts(self, tokens: int) -> dict[str, Cost]:
+        """Routed experts: in slices on every GPU, or whole ones on the busiest of ``expert_parallel`` ranks, with their exchange."""
+        llm, moe, layers = self.llm, self.llm.moe, self.llm.moe_layers
+        ranks = self.layout.expert_parallel
+        up, down = llm.mlp_matrices(moe.expert_intermediate, self.tensor_parallel if ranks == 1 else 1)
+        routed = tokens * moe.experts_per_token * (self.imbalance / ranks)
+        touched = experts_touched(tokens, moe.experts, moe.experts_per_token) / ranks
+        costs = {
+            "experts_up": self.matmul(routed, up, self.expert_dtype, touched).times(layers),
+            "experts_down": self.matmul(routed, down, self.expert_dtype, touched).times(layers),
+            "expert_activation": self._activation(routed, up, down).times(layers),
+        }
+        if self.layout.data > 1:
+            size = expert_exchange_bytes(tokens, llm.hidden, moe.experts_per_token, ranks, ACTIVATION_BYTES) * self.imbalance
+            costs["expert_exchange"] = Cost(link_s=2 * self.links.all_to_all_s(size, ranks), kernels=2).times(layers)
         return costs
 
     def _activation(self, rows: float, up: Matrix, down: Matrix) -> Cost:
@@ -139,6 +185,8 @@ class Operators:
 
     def head(self, rows: int) -> dict[str, Cost]:
         """LM head and sampler over ``rows`` logits rows; the vocabulary is split and gathered under tensor parallelism."""
+        if not self.last:
+            return {}
         share = -(-self.llm.vocab // self.tensor_parallel)
         costs = {
             "lm_head": self.matmul(rows, Matrix("lm_head", self.llm.hidden, share), "bf16"),
@@ -156,7 +204,7 @@ class Operators:
         compute = 1.0 / (self.gpu.peak_flops("bf16") * fit.compute_efficiency)
         memory = 1.0 / (self.bandwidth * fit.memory_efficiency)
         heads = self.llm.heads // self.tensor_parallel
-        kv_token = self.llm.kv_bytes_per_token("bf16", self.tensor_parallel) / self.llm.layers * self.kv_bytes / 2
+        kv_token = self._kv_bytes_per_layer()
         mla = self.llm.mla
         if mla is None:
             query_dim = value_dim = self.llm.head_dim
@@ -171,29 +219,24 @@ class Operators:
     def decode_terms(self, decodes: int, queries: int, layers: int) -> DecodeTerms:
         """Decode attention of ``decodes`` sequences with ``queries`` query tokens each over ``layers`` layers."""
         fit = self.gpu.kernels.decode_attention
-        llm, tp = self.llm, self.tensor_parallel
-        heads = llm.heads // tp
-        units = decodes * (1 if llm.mla else llm.kv_heads_per_gpu(tp))
+        llm, layout = self.llm, self.layout
+        heads = llm.heads // self.tensor_parallel
+        units = decodes * (1 if llm.mla else llm.kv_heads_per_gpu(layout.head_ranks))
         slowdown = 1.0 + fit.half_saturation_units / units
         memory = slowdown / (self.bandwidth * fit.memory_efficiency)
-        kv_token = llm.kv_bytes_per_token("bf16", tp) / llm.layers * self.kv_bytes / 2
+        kv_token = self._kv_bytes_per_layer()
         mla = llm.mla
         dims = 2 * llm.head_dim if mla is None else 2 * mla.kv_lora_rank + mla.rope_dim  # MLA attends in the latent space
         flops = 2.0 * heads * dims * queries
         compute = flops / (self.gpu.peak_flops("bf16") * self.gpu.kernels.prefill_attention.compute_efficiency)
         fixed = fit.latency_s + decodes * queries * heads * dims * ACTIVATION_BYTES * memory
-        slope = max(compute, kv_token * memory)
+        slope = max(compute, kv_token * memory) / (layout.ring * layout.data)
         return DecodeTerms(fixed * layers, slope * layers, compute > kv_token * memory)
 
-    # -- links ----------------------------------------------------------------------------------------------------
-
-    def _alpha_beta(self, tensor_bytes: float) -> float:
-        """Seconds of an all-reduce: latency + 2 (n-1)/n bytes / (link x efficiency), the measured fit where there is one."""
-        gpus, link = self.tensor_parallel, self.gpu.link
-        kernels = self.gpu.kernels
-        fit = kernels.all_reduce.get(gpus) if kernels.link == link.kind else None
-        latency, efficiency = (fit.latency_s, fit.efficiency) if fit else (link.latency_s, link.efficiency)
-        return latency + 2.0 * (gpus - 1) / gpus * tensor_bytes / (link.bytes_per_s * efficiency)
+    def _kv_bytes_per_layer(self) -> float:
+        """KV bytes of a token in one layer that one GPU of a tensor-parallel group reads, tokens dealt out averaged."""
+        per_token = self.llm.kv_bytes_per_token("bf16", self.layout.head_ranks) / self.layout.kv_shards
+        return per_token / self.llm.layers * self.kv_bytes / 2
 
 
 def experts_touched(tokens: float, experts: int, per_token: int) -> float:

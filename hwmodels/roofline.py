@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from hwmodels.latency import AllReduce, check_options
-from hwmodels.operators import Cost, Operators
+from hwmodels.group_links import GroupLinks
+from hwmodels.latency import check_options
+from hwmodels.operators import ACTIVATION_BYTES, Cost, Operators
+from hwmodels.patterns import ring_attention_s
+from hwmodels.pipeline import Pipeline, check_pipeline
 from serving.catalog import Gpu
 from serving.errors import InputError, nearest
 from serving.graph_buckets import GraphBuckets, Path, default_sizes
+from serving.layout import Layout
 from serving.llm import KV_BYTES, Llm
 from serving.plan import StepShape
 
@@ -34,6 +39,9 @@ class Options:
     host_sequence_s: float | None = None
     launch_s: float | None = None
     graph_launch_s: float | None = None
+    ring_overlap: bool = True  # on a ring, a block of keys and values travels while the one before is computed
+    schedule: str = "steady"  # of pipeline stages: steady (the next step's micro-batches follow at once) or flush
+    micro_batches: int | None = None  # of a pipeline; None: as many as stages
 
 
 class DecodeLine(NamedTuple):
@@ -55,12 +63,18 @@ class Roofline:
         self.graphs = graphs
         self._operators = operators
         self._capture_mixed = options.capture_mixed
+        self._overlap = options.ring_overlap
         self._host_step_s = _either(options.host_step_s, host.step_s)
         self._host_sequence_s = _either(options.host_sequence_s, host.sequence_s)
         self._launch_s = _either(options.launch_s, host.launch_s)
         self._graph_launch_s = _either(options.graph_launch_s, host.graph_launch_s)
         window = operators.llm.sliding_window
         self._window = window.tokens if window else 0
+        layout = operators.layout
+        self._groups = layout.data  # that attend to sequences of their own
+        self._ring = layout.ring  # ranks that share every sequence
+        self._spread = layout.data > 1 or layout.ring > 1
+        self._uneven = self._spread or self._window > 0  # chunks need more than the plain sum
         terms = operators.chunk_terms()
         layers = operators.llm.layers
         self._per_token = terms.per_token * layers
@@ -68,7 +82,7 @@ class Roofline:
         self._per_pair = terms.per_pair * layers
         self._decode: dict[int | tuple[int, int], DecodeLine] = {}
         self._decode_attention: dict[int | tuple[int, int], tuple[float, float, float, float]] = {}
-        self._mixed: dict[int, tuple[float, float]] = {}
+        self._mixed: dict[int | tuple[int, int], tuple[float, float]] = {}
         self._head: dict[int, float] = {0: 0.0}
 
     # -- the protocol ---------------------------------------------------------------------------------------------
@@ -91,10 +105,8 @@ class Roofline:
                 seconds = bounded
             return (seconds if seconds > floor else floor) + host
         tokens = decodes * queries
-        if self._window:
-            seconds = self._windowed_chunks_s(chunks)
-            for new, _ in chunks:
-                tokens += new
+        if self._uneven:
+            tokens, seconds = self._uneven_chunks(chunks, tokens)
         else:
             seconds = 0.0
             for new, before in chunks:
@@ -171,10 +183,10 @@ class Roofline:
         operators = self._operators
         if not shape.chunks and not shape.decodes:
             return {}
-        costs = operators.dense(executed)
+        costs = operators.dense(executed, executed * self._groups)
         rows = shape.logits_rows if shape.chunks else shape.decodes * shape.query_tokens_per_decode
         if rows:
-            costs |= operators.head(rows)
+            costs |= operators.head(-(-rows // self._groups))
         if shape.chunks:
             costs["prefill_attention"] = self._prefill_cost(shape.chunks)
         if shape.decodes:
@@ -203,9 +215,9 @@ class Roofline:
         if not decodes:
             line = DecodeLine(0.0, 0.0, math.inf, 0.0, 0.0, self._host_step_s)
         else:
-            tokens = decodes * queries
+            tokens = -(-decodes // self._groups) * queries  # of the fullest attention group
             executed, path = self.graphs.path(tokens)
-            dense = self._operators.dense(executed).values()
+            dense = self._operators.dense(executed, executed * self._groups).values()
             head = self._operators.head(tokens).values()
             a, b, a_window, b_window = self._attention_line(decodes, queries)
             base = sum(cost.seconds for cost in dense) + sum(cost.seconds for cost in head)
@@ -221,21 +233,24 @@ class Roofline:
         """Decode attention as (a, b) with every layer seeing the whole context and (a', b') with windowed layers full."""
         key = decodes if queries == 1 else (decodes, queries)
         operators = self._operators
-        whole = operators.decode_terms(decodes, queries, operators.llm.layers)
+        fullest = -(-decodes // self._groups)
+        merge_s = operators.merge_ring_s(decodes, queries)
+        whole = operators.decode_terms(fullest, queries, operators.llm.layers)
         if self._window:
-            full = operators.decode_terms(decodes, queries, operators.full_layers)
-            windowed = operators.decode_terms(decodes, queries, operators.windowed_layers)
+            full = operators.decode_terms(fullest, queries, operators.full_layers)
+            windowed = operators.decode_terms(fullest, queries, operators.windowed_layers)
             capped = full.fixed + windowed.fixed + windowed.per_context * decodes * self._window
-            line = (whole.fixed, whole.per_context, capped, full.per_context)
+            line = (whole.fixed + merge_s, whole.per_context, capped + merge_s, full.per_context)
         else:
-            line = (whole.fixed, whole.per_context, math.inf, 0.0)
+            line = (whole.fixed + merge_s, whole.per_context, math.inf, 0.0)
         self._decode_attention[key] = line
         return line
 
-    def _mixed_base(self, tokens: int) -> tuple[float, float]:
+    def _mixed_base(self, tokens: int | tuple[int, int]) -> tuple[float, float]:
         """Return (seconds that depend on the token count only, seconds the host needs to launch) of a step with chunks."""
-        executed, path = self.graphs.path(tokens) if self._capture_mixed else (tokens, "eager")
-        costs = self._operators.dense(executed).values()
+        own, routed = tokens if isinstance(tokens, tuple) else (tokens, tokens)
+        executed, path = self.graphs.path(own) if self._capture_mixed else (own, "eager")
+        costs = self._operators.dense(executed, max(routed, executed)).values()
         layers = self._operators.llm.layers
         base = sum(cost.seconds for cost in costs) + self._operators.gpu.kernels.prefill_attention.latency_s * layers
         if path == "graph":
@@ -246,15 +261,38 @@ class Roofline:
         return self._mixed[tokens]
 
     def _head_s(self, rows: int) -> float:
-        self._head[rows] = sum(cost.seconds for cost in self._operators.head(rows).values())
+        fullest = -(-rows // self._groups)
+        self._head[rows] = sum(cost.seconds for cost in self._operators.head(fullest).values()) if rows else 0.0
         return self._head[rows]
 
-    def _windowed_chunks_s(self, chunks: Iterable[tuple[int, int]]) -> float:
-        seconds = 0.0
+    def _uneven_chunks(self, chunks: Seq[tuple[int, int]], decode_tokens: int) -> tuple[int | tuple[int, int], float]:
+        """Tokens of the fullest group (with those of all groups, if there are several), and seconds of attention over ``chunks``.
+
+        A chunk is attended to by one data-parallel group, so fewer chunks than groups leave some idle. On a ring every rank computes its
+        share of a chunk while keys and values circulate.
+        """
+        seconds, new_tokens = 0.0, 0
+        ring = self._ring
         for new, before in chunks:
             pairs, context = self._reach(new, before)
-            seconds += pairs * self._per_pair + new * self._per_token + context * self._per_context
-        return seconds
+            if ring == 1:
+                new_tokens += new
+                seconds += pairs * self._per_pair + new * self._per_token + context * self._per_context
+            else:
+                new_tokens += -(-new // ring)
+                seconds += self._ring_s(new, pairs, context)
+        if self._groups == 1:
+            return decode_tokens + new_tokens, seconds
+        busy = min(self._groups, len(chunks))
+        own = -(-decode_tokens // self._groups) + -(-new_tokens // busy)
+        return (own, decode_tokens + new_tokens), seconds / busy
+
+    def _ring_s(self, new: int, pairs: float, context: float) -> float:
+        operators, ring = self._operators, self._ring
+        share_s = (pairs * self._per_pair + new * self._per_token + context * self._per_context) / ring
+        layers = operators.llm.layers
+        block_bytes = context / ring * operators.llm.kv_bytes_per_token("bf16", operators.layout.head_ranks) / layers * operators.kv_bytes / 2
+        return layers * ring_attention_s(share_s / layers / ring, operators.links.send_s(block_bytes), ring, self._overlap)
 
     def _reach(self, new: int, before: int) -> tuple[float, float]:
         """Query-key pairs and context tokens of a chunk, averaged over layers with and without a window."""
@@ -268,8 +306,8 @@ class Roofline:
         return pairs + share * (inside - pairs), context + share * (min(context, self._window + new) - context)
 
 
-def build(options: Mapping[str, Any], *, llm: Llm, gpu: Gpu, tensor_parallel: int, weight_dtype: str | None, kv_dtype: str,
-          all_reduce_s: AllReduce | None, where: str) -> Roofline:  # fmt: skip
+def build(options: Mapping[str, Any], *, llm: Llm, gpu: Gpu, layout: Layout, weight_dtype: str | None, kv_dtype: str,
+          links: GroupLinks, imbalance: float, where: str) -> Roofline | Pipeline:  # fmt: skip
     """Factory of ``latency: {name: roofline}``. Raises InputError for an unknown or impossible option."""
     check_options(options, Options.__dataclass_fields__, where)
     if kv_dtype not in KV_BYTES:
@@ -282,8 +320,21 @@ def build(options: Mapping[str, Any], *, llm: Llm, gpu: Gpu, tensor_parallel: in
     sizes = chosen.capture_sizes if chosen.capture_sizes is not None else default_sizes(int(chosen.capture_largest))
     if not isinstance(sizes, (list, tuple)) or not all(isinstance(size, int) for size in sizes):
         raise InputError(f"{where}.capture_sizes", "must be a list of whole numbers", f"got {sizes!r}")
-    operators = Operators(llm, gpu, tensor_parallel, weight_dtype, kv_dtype, all_reduce_s)
-    return Roofline(operators, chosen, GraphBuckets(sizes, f"{where}.capture_sizes"))
+    graphs = GraphBuckets(sizes, f"{where}.capture_sizes")
+    last = layout.stages - 1
+    operators = [
+        Operators(part, gpu, layout, weight_dtype, kv_dtype, links, first=i == 0, last=i == last, imbalance=imbalance)
+        for i, part in enumerate(layout.stage_llms(llm))
+    ]
+    if not last:
+        return Roofline(operators[0], chosen, graphs)
+    # The host prepares a micro-batch before its first stage; the later stages get theirs ready while they wait.
+    late = replace(chosen, host_step_s=0.0, host_sequence_s=0.0)
+    stages = [Roofline(part, chosen if i == 0 else late, graphs) for i, part in enumerate(operators)]
+    activation_bytes = llm.hidden * ACTIVATION_BYTES / layout.tensor_parallel  # each rank sends its share
+    check_pipeline(chosen.schedule, chosen.micro_batches, where)
+    micro_batches = chosen.micro_batches or layout.stages
+    return Pipeline(stages, micro_batches, lambda tokens: links.send_s(tokens * activation_bytes), steady=chosen.schedule == "steady")
 
 
 def _either(value: float | None, default: float) -> float:

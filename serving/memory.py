@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from serving.catalog import Gpu
 from serving.errors import InputError
+from serving.layout import Layout
 from serving.llm import Llm
 
 GIB = 2**30
@@ -68,6 +69,7 @@ def kv_capacity(
     gpu: Gpu,
     *,
     tensor_parallel: int = 1,
+    layout: Layout | None = None,
     memory_fraction: float = 0.9,
     block_tokens: int = 16,
     max_model_len: int | None = None,
@@ -85,11 +87,14 @@ def kv_capacity(
 ) -> KvCapacity:
     """Return what one replica's GPUs hold; a shortage is a value (``fits``, ``binding_limit``), not an error.
 
+    ``layout`` replaces ``tensor_parallel`` where a replica is more than one group of GPUs; the fullest GPU then decides.
     ``max_model_len`` None takes the language model's own. ``blocks`` overrides the pool that the memory would give.
     Graph memory defaults to none because vLLM captures graphs after sizing the pool, outside ``memory_fraction``.
     Raises InputError for values out of range and for a tensor-parallel degree that does not divide the heads.
     """
-    llm.check_tensor_parallel(tensor_parallel, "cluster.tensor_parallel")
+    layout = layout or Layout(tensor_parallel=tensor_parallel)
+    layout.check(llm)
+    tensor_parallel = layout.tensor_parallel
     length = llm.max_model_len if max_model_len is None else max_model_len
     _check_ranges(
         where, memory_fraction,
@@ -97,12 +102,12 @@ def kv_capacity(
         {"weights_gib": weights_gib, "activation_gib": activation_gib, "non_torch_gib": non_torch_gib, "graphs_gib": graphs_gib,
          "gpu_gib": gpu_gib},
     )  # fmt: skip
-    weights = _gib(weights_gib, llm.weight_bytes(weight_dtype, tensor_parallel))
+    weights = _gib(weights_gib, layout.weight_bytes(llm, weight_dtype))
     activation = _gib(activation_gib, activation_bytes(
         llm, tensor_parallel=tensor_parallel, max_batch_tokens=max_batch_tokens, max_batch_seqs=max_batch_seqs))  # fmt: skip
     non_torch = _gib(non_torch_gib, gpu.host.non_torch_bytes(tensor_parallel))
     total = _gib(gpu_gib, gpu.total_memory_bytes)
-    per_token = llm.kv_bytes_per_token(kv_dtype, tensor_parallel)
+    per_token = layout.kv_bytes_per_token(llm, kv_dtype)
     left = total * memory_fraction - weights - activation - non_torch - graphs_gib
     held = blocks_in(left * GIB, block_tokens, per_token) if blocks is None else blocks
     pool = left if blocks is None else blocks * block_tokens * per_token / GIB

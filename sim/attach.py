@@ -22,7 +22,7 @@ def cold_start_stages(parts: Parts, spec: ColdStart) -> dict[str, float]:
     """Seconds of each stage of a cold start; weights cross the GPU's host link unless the scenario gives a rate."""
     cluster = parts.scenario.cluster
     weight_dtype = None if cluster.weight_dtype == "auto" else cluster.weight_dtype
-    weight_bytes = parts.llm.weight_bytes(weight_dtype, cluster.tensor_parallel)
+    weight_bytes = parts.layout.weight_bytes(parts.llm, weight_dtype)
     rate = spec.weights_bytes_per_s or parts.gpu.pcie.bytes_per_s
     stages = {"schedule": spec.schedule_s, "weights": weight_bytes / rate, "compile": spec.compile_s}
     return {**stages, "graph_capture": spec.graph_capture_s, "warmup": spec.warmup_s}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from dataclasses import replace
 
 from serving.request import Arrival
 from sim.cluster import Cluster
@@ -37,7 +38,7 @@ def saturated_rps(parts: Parts, role: str = "replicas") -> float | None:
         saturating = workload
     policy = scenario.policy.model_copy(update={"admission": PolicySpec(name="fits", where="policy.admission")})
     alone = scenario.model_copy(update={"policy": policy})
-    one = Parts(alone, parts.llm, parts.gpu, parts.capacity, parts.latency, parts.max_model_len)
+    one = replace(parts, scenario=alone)
     cluster = build_cluster(one, new_metrics(alone), replicas=1)
     replica = cluster.replicas[0]
     finishes: list[float] = []

@@ -149,6 +149,11 @@ class LinkGraph:
         """Rate a router may plan with: ``share`` of the narrowest link on the route (system A12 plans with 0.8)."""
         return share * self.route(src, dst).bytes_per_s
 
+    def media(self, src: str, dst: str) -> set[str]:
+        """Kinds of link on the route (nvlink, pcie, memory, ...); empty when there is none."""
+        legs = self._legs(self.place(src), self.place(dst)) or []
+        return {self.topology.link_types[hop.type].medium for _, _, path in legs for hop in path.hops}
+
     def legs(self, src: str, dst: str) -> int:
         """Legs of the route: 1 direct, more when staged in host memory, 0 when there is none."""
         return len(self._legs(self.place(src), self.place(dst)) or [])
