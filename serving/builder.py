@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from serving.plan import BatchPlan
 from serving.sequence import PARKED, PREFILLING, Sequence
+from serving.speculation import continue_speculating
 
 if TYPE_CHECKING:
     from serving.scheduler import Scheduler
@@ -31,6 +32,7 @@ class PlanBuilder:
         self.ordering = policies.ordering
         self.window = policies.window
         self.victim = policies.victim
+        self.speculates = policies.speculation is not None
         self.evicts_from_s = getattr(policies.ordering, "evicts_from_s", None)
         self.evicts = self.evicts_from_s is not None
         self._skipped: list[tuple[tuple, Sequence]] = []
@@ -67,8 +69,8 @@ class PlanBuilder:
         if self._skipped:
             self.restore_bypassed()
         plan = self.plan
-        plan.logits_rows = plan.decodes + len(plan.completing)
-        if plan.chunks or plan.preempted or plan.ended:
+        plan.logits_rows = plan.decodes * plan.query_tokens_per_decode + len(plan.completing)
+        if plan.chunks or plan.preempted or plan.ended or self.speculates:
             plan.valid_until_s = -1.0
 
     # -- views ----------------------------------------------------------------------------------------------------------
@@ -105,6 +107,8 @@ class PlanBuilder:
         count = scheduler.decoding
         if not count:
             return 0
+        if self.speculates:
+            return continue_speculating(self)
         need = scheduler.phases[scheduler.clock % self.pool.block_tokens]
         if need:
             if need > self.pool.free:

@@ -216,6 +216,17 @@ class KVPool:
         seq.extent = self.root
         seq.shared_blocks = 0
 
+    def roll_back(self, seq: Sequence, computed: int) -> None:
+        """Shrink ``seq`` to ``computed`` KV entries; the private pages beyond them become unused."""
+        given_back = self.blocks_for(seq.computed) - self.blocks_for(computed)
+        seq.computed = computed
+        self.unused += given_back
+        self.free += given_back
+        if self._loose is not None and seq.table is not None:
+            keep = self.blocks_for(computed)
+            self._loose.extend(reversed(seq.table[keep:]))
+            del seq.table[keep:]
+
     # -- names ----------------------------------------------------------------------------------------------------------
 
     def name_blocks(self, seq: Sequence, computed: int) -> list[int]:

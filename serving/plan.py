@@ -43,6 +43,7 @@ class BatchPlan:
     admitted: Seq[Sequence] = ()
     landed: Seq[Sequence] = ()  # their KV came from another replica; they decode from this step on
     loads: Seq[int] = ()  # pages read back from each lower KV tier before the step's attention can run
+    speculating: Seq[Sequence] = ()  # the decoding sequences, where each also verifies ``query_tokens_per_decode - 1`` drafts
     preempted: Seq[Sequence] = ()
     ended: Seq[Sequence] = ()
     departed: Seq[Sequence] = ()  # decode in it, but were preempted or reached their cap while it was in flight
@@ -84,6 +85,7 @@ class StepResult(NamedTuple):
 
     end_s: float
     finished: list[tuple[Sequence, str]] = []  # noqa: RUF012 - never mutated; the common case is the shared empty list
+    tokens: dict[Sequence, int] | None = None  # of a speculating plan: tokens that each of its decodes got
 
 
 class Outcome(NamedTuple):

@@ -25,6 +25,7 @@ from serving.policies import Policies
 from serving.request import Request
 from serving.running import Running
 from serving.sequence import DECODING, DRAINING, ENDED, PARKED, PREFILLING, WAITING, Sequence
+from serving.speculation import commit_accepted
 
 HAND_OVER = "hand_over"  # a finish reason: the sequence goes on elsewhere; it keeps its pages here until they are copied
 
@@ -41,6 +42,8 @@ class Scheduler:
     """
 
     def __init__(self, pool: KVPool, policies: Policies, *, max_in_flight: int = 1) -> None:
+        if policies.speculation is not None and max_in_flight > 1:
+            raise ValueError("with speculation the next step needs this one's tokens: only one plan can be in flight")
         self.pool = pool
         self.policies = policies
         self.max_in_flight = max_in_flight
@@ -66,6 +69,7 @@ class Scheduler:
         self.landed: deque[Sequence] = deque()  # sequences whose KV has arrived and that wait for a seat
         self.parked = 0  # sequences that hold pages but no seat
         self._capped: list[tuple[int, int, int, Sequence]] = []  # when each decode will have all the tokens it may generate
+        self._speculates = policies.speculation is not None
         self._builder = PlanBuilder(self)
         self._observers = policies.observers()
 
@@ -77,6 +81,8 @@ class Scheduler:
         refusal = self.policies.admission.admit(request, self)
         if refusal is not None:
             return refusal
+        if request.request_id in self._live:
+            raise ValueError(f"request {request.request_id} is here already")
         self.submitted += 1
         named = self.pool.prefix_caching and (request.prefix_hashes or request.generated_hash_seed is not None)
         keys = request.prefix_hashes if named else None
@@ -266,6 +272,8 @@ class Scheduler:
                 self._note_prefill(plan, end_s)
         if plan.decodes:
             self.decoded_s = end_s
+            if plan.speculating:
+                commit_accepted(self, plan, result.tokens)
         for seq in plan.departed:
             seq.token_s = end_s
         for seq in plan.completing:
@@ -312,7 +320,8 @@ class Scheduler:
         """Add ``seq``, all of whose KV but the latest token's is there, to the decodes that the next continuation serves."""
         seq.state = DECODING
         seq.entry_clock = clock = self.clock
-        self.phases[(clock - seq.computed) % self.pool.block_tokens] += 1
+        if not self._speculates:
+            self.phases[(clock - seq.computed) % self.pool.block_tokens] += 1
         self.decoding += 1
         self.context += seq.computed
         if self.max_in_flight > 1:
@@ -331,10 +340,12 @@ class Scheduler:
 
     def computed_at(self, seq: Sequence, clock: int) -> int:
         """KV entries of decoding ``seq`` once the decode step numbered ``clock`` has run."""
-        return seq.computed + clock - seq.entry_clock
+        return seq.computed if self._speculates else seq.computed + clock - seq.entry_clock
 
     def settle(self, seq: Sequence) -> None:
         """Bring the counters of a decoding sequence up to the decode clock."""
+        if self._speculates:
+            return
         elapsed = self.clock - seq.entry_clock
         seq.computed += elapsed
         seq.generated += elapsed
@@ -346,7 +357,8 @@ class Scheduler:
         if seq.state == DECODING:
             ahead = self.clock - max(committed_clock, seq.entry_clock)
             self._stop_decoding(seq)
-            seq.generated -= ahead
+            if not self._speculates:
+                seq.generated -= ahead
         elif seq.state == PREFILLING:
             self.partials.remove(seq)
 
@@ -355,7 +367,8 @@ class Scheduler:
         if self.decoded_s > seq.token_s and self.clock - seq.entry_clock > under_way:
             seq.token_s = self.decoded_s
         self.settle(seq)
-        self.phases[(self.clock - seq.computed) % self.pool.block_tokens] -= 1
+        if not self._speculates:
+            self.phases[(self.clock - seq.computed) % self.pool.block_tokens] -= 1
         self.decoding -= 1
         self.context -= seq.computed
 
@@ -443,7 +456,7 @@ class Scheduler:
         assert len(decoding) == self.decoding
         assert self.context == sum(computed for _, computed in decoding)
         phases = [0] * self.pool.block_tokens
-        for _, computed in decoding:
+        for _, computed in () if self._speculates else decoding:
             phases[(self.clock - computed) % self.pool.block_tokens] += 1
         assert phases == self.phases
         assert sorted(id(s) for s in self.partials) == sorted(id(s) for s in self.running if s.state == PREFILLING)

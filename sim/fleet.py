@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
 from hwmodels import latency
+from hwmodels.drafting import Drafting
+from hwmodels.expert_load import busiest_rank
+from hwmodels.group_links import GroupLinks
 from hwmodels.latency import LatencyModel
 from serving.catalog import Gpu, load_gpu, load_llm
 from serving.errors import InputError
 from serving.kv_pool import KVPool
 from serving.kv_tiers import LowerTiers, TierSpec
+from serving.layout import Layout
 from serving.llm import Llm
 from serving.memory import KvCapacity, kv_capacity
 from serving.metrics import Metrics
-from serving.policies.build import build_policies, build_routing
+from serving.policies.build import build_layout, build_policies, build_routing
 from serving.recording import Recording
 from serving.rng import stream
 from serving.scenario import Scenario
 from serving.scheduler import Scheduler
 from serving.topology import load_topology
+from sim import placement
 from sim.cluster import Cluster
 from sim.disaggregation import Disaggregated
 from sim.environment import Environment
@@ -39,27 +43,34 @@ class Parts:
     capacity: KvCapacity
     latency: LatencyModel
     max_model_len: int
+    layout: Layout
+    graph: LinkGraph | None = None  # of the topology, if there is one
+    placed: tuple[list[str], ...] = ()  # the GPUs of every replica on it
+    latencies: tuple[LatencyModel, ...] = ()  # of every replica, where their links differ
 
     @property
     def gpus(self) -> int:
         """GPUs of all replicas."""
-        return self.scenario.cluster.replicas * self.scenario.cluster.tensor_parallel
+        tenancy = self.scenario.cluster.tenancy
+        return self.scenario.cluster.replicas // (tenancy.tenants if tenancy is not None else 1) * self.layout.gpus
 
 
-def resolve(scenario: Scenario) -> Parts:
-    """Look everything up and check that it can work at all. Raises InputError naming the binding limit."""
+def resolve(scenario: Scenario, on: tuple[LinkGraph, list[list[str]]] | None = None) -> Parts:
+    """Look everything up and check that it can work at all. Raises InputError naming the binding limit.
+
+    ``on`` gives the GPUs of every replica on a topology; without it those of the scenario's own topology are handed out.
+    """
     cluster, cache, batching = scenario.cluster, scenario.kv_cache, scenario.policy.batching
     llm, gpu = load_llm(scenario.llm), load_gpu(cluster.gpu)
     weight_dtype = None if cluster.weight_dtype == "auto" else cluster.weight_dtype
     kv_dtype = "bf16" if cache.dtype == "auto" else cache.dtype
-    if cluster.pipeline_parallel != 1:
-        raise InputError("cluster.pipeline_parallel", "only 1 stage of layers can be simulated")
+    layout = build_layout(cluster, scenario.policy, llm)
     if scenario.max_model_len is not None and scenario.max_model_len > llm.max_model_len:
         raise InputError("max_model_len", f"{scenario.max_model_len} tokens exceed what {llm.name} was made for", f"{llm.max_model_len} at most")
     capacity = kv_capacity(
         llm,
         gpu,
-        tensor_parallel=cluster.tensor_parallel,
+        layout=layout,
         memory_fraction=cache.memory_fraction,
         block_tokens=cache.block_tokens,
         max_model_len=scenario.max_model_len or 1,
@@ -71,19 +82,29 @@ def resolve(scenario: Scenario) -> Parts:
     )
     if not capacity.fits or capacity.usable_blocks < 1:
         where = "max_model_len" if capacity.usable_blocks > 0 else "cluster"
-        raise InputError(where, f"{llm.name} does not fit on {cluster.tensor_parallel} x {gpu.name}", capacity.binding_limit)
-    model = latency.build(
-        scenario.latency.name,
-        scenario.latency.options,
-        llm=llm,
-        gpu=gpu,
-        tensor_parallel=cluster.tensor_parallel,
-        weight_dtype=weight_dtype,
-        kv_dtype=kv_dtype,
-        where=scenario.latency.where,
-    )
+        raise InputError(where, f"{llm.name} does not fit on {layout.gpus} x {gpu.name}", capacity.binding_limit)
+    graph, placed = on or placement.of_scenario(cluster, layout, gpu)
+    models = _latency_models(scenario, llm, gpu, layout, graph, placed)
     longest = scenario.max_model_len or min(llm.max_model_len, capacity.usable_blocks * cache.block_tokens)
-    return Parts(scenario, llm, gpu, capacity, model, longest)
+    return Parts(scenario, llm, gpu, capacity, models[0], longest, layout, graph, tuple(placed), tuple(models))
+
+
+def _latency_models(scenario: Scenario, llm: Llm, gpu: Gpu, layout: Layout, graph: LinkGraph | None, placed: list[list[str]]) -> list[LatencyModel]:
+    """The latency model of every placed replica, shared by those whose links are alike; just one without a topology."""
+    cluster, cache = scenario.cluster, scenario.kv_cache
+    built: dict[GroupLinks | None, LatencyModel] = {}
+    models = []
+    for links in [placement.links_of(graph, gpus, layout, gpu) for gpus in placed] if graph is not None else [None]:
+        if links not in built:
+            model = latency.build(
+                scenario.latency.name, scenario.latency.options, llm=llm, gpu=gpu, layout=layout, links=links,
+                imbalance=busiest_rank(cluster.experts, llm, layout, stream(scenario.seed, "experts")),
+                weight_dtype=None if cluster.weight_dtype == "auto" else cluster.weight_dtype,
+                kv_dtype="bf16" if cache.dtype == "auto" else cache.dtype, where=scenario.latency.where,
+            )  # fmt: skip
+            built[links] = _with_drafts(model, scenario, gpu)
+        models.append(built[links])
+    return models
 
 
 def pool_scenario(scenario: Scenario, role: str) -> Scenario:
@@ -109,22 +130,9 @@ def build_fleet(
         return build_cluster(parts["replicas"], metrics, replicas=scaling.maximum if scaling is not None else None, **options)
     prefill = build_cluster(parts["prefill"], metrics, **options)
     decode = build_cluster(parts["decode"], metrics, env=prefill.env, first_label=len(prefill.replicas), **options)
-    graph = LinkGraph(load_topology(scenario.cluster.topology, nodes=scenario.cluster.nodes))
-    gpus = place(graph, [parts["prefill"], parts["decode"]])
-    per_token = max(part.capacity.kv_bytes_per_token * part.scenario.cluster.tensor_parallel for part in parts.values())
-    return Disaggregated(prefill, decode, Network(graph, prefill.env), lambda replica: gpus[replica.label], per_token)
-
-
-def place(graph: LinkGraph, pools: list[Parts]) -> list[list[str]]:
-    """GPU names of every replica of ``pools``, in order: consecutive GPUs of the topology. Raises InputError when they run out."""
-    gpus = iter(graph.gpus)
-    placed = [
-        list(itertools.islice(gpus, part.scenario.cluster.tensor_parallel)) for part in pools for _ in range(part.scenario.cluster.replicas)
-    ]
-    wanted = sum(part.scenario.cluster.tensor_parallel * part.scenario.cluster.replicas for part in pools)
-    if wanted > len(graph.gpus):
-        raise InputError("cluster.pools", f"need {wanted} GPUs; the topology has {len(graph.gpus)}", "raise cluster.nodes or use fewer replicas")
-    return placed
+    gpus = [*parts["prefill"].placed, *parts["decode"].placed]
+    per_token = max(part.capacity.kv_bytes_per_token * part.layout.gpus for part in parts.values())
+    return Disaggregated(prefill, decode, Network(parts["prefill"].graph, prefill.env), lambda replica: gpus[replica.label], per_token)
 
 
 def resolve_fleet(scenario: Scenario) -> dict[str, Parts]:
@@ -133,7 +141,24 @@ def resolve_fleet(scenario: Scenario) -> dict[str, Parts]:
         return {"replicas": resolve(scenario)}
     if scenario.policy.batching.max_in_flight != 1:
         raise InputError("policy.batching.max_in_flight", "with pools only 1 plan in flight can be simulated")
-    return {role: resolve(pool_scenario(scenario, role)) for role in ("prefill", "decode")}
+    pools = {role: pool_scenario(scenario, role) for role in ("prefill", "decode")}
+    graph = LinkGraph(load_topology(scenario.cluster.topology, nodes=scenario.cluster.nodes))
+    wanted = []
+    for pool in pools.values():
+        layout = build_layout(pool.cluster, pool.policy, load_llm(pool.llm))
+        wanted.append(placement.Wanted(layout, load_gpu(pool.cluster.gpu), pool.cluster.replicas, "cluster.pools"))
+    return {role: resolve(pool, (graph, placed)) for (role, pool), placed in zip(pools.items(), placement.place(graph, wanted))}
+
+
+def _with_drafts(model: LatencyModel, scenario: Scenario, gpu: Gpu) -> LatencyModel:
+    """Add the price of draft tokens; the drafter runs on the first GPU of the replica alone."""
+    spec = scenario.speculation
+    if spec is None:
+        return model
+    if spec.draft_llm is None:
+        return Drafting(model, fraction=spec.draft_step_fraction)
+    drafter = latency.build("roofline", {}, llm=load_llm(spec.draft_llm, "speculation.draft_llm"), gpu=gpu, where="speculation.draft_llm")
+    return Drafting(model, drafter=drafter)
 
 
 def build_cluster(
@@ -155,13 +180,17 @@ def build_cluster(
     policy = scenario.policy
     if policy.batching.max_in_flight > 2:
         raise InputError("policy.batching.max_in_flight", "at most 2 plans in flight can be simulated")
+    drafting = scenario.speculation is not None
+    if drafting and policy.batching.max_in_flight > 1:
+        raise InputError("policy.batching.max_in_flight", "with speculation the next step needs this one's tokens", "1 at most")
     built = []
     for index in range(replicas or scenario.cluster.replicas):
         label = first_label + index
         auditor = stream(scenario.seed, f"audit.{label}") if audit else None
         built.append(
             Replica(
-                index, new_scheduler(parts), parts.latency, metrics, label=label, stepwise=stepwise, audit=auditor, audit_share=audit, recording=recording
+                index, new_scheduler(parts), parts.latencies[index] if index < len(parts.latencies) else parts.latency, metrics, label=label, stepwise=stepwise, audit=auditor, audit_share=audit, recording=recording,
+                acceptance=scenario.speculation.acceptance if scenario.speculation else 0.0, draft_rng=drafting and stream(scenario.seed, f"drafts.{label}"),
             )
         )  # fmt: skip
     return Cluster(env or Environment(), built, build_routing(policy), stepwise=stepwise)
@@ -171,7 +200,7 @@ def new_scheduler(parts: Parts) -> Scheduler:
     """An empty scheduler for one replica. Raises InputError for a mistake in a policy."""
     cache, policy = parts.scenario.kv_cache, parts.scenario.policy
     pool = KVPool(parts.capacity.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching, lower=lower_tiers(parts))
-    return Scheduler(pool, build_policies(policy), max_in_flight=policy.batching.max_in_flight)
+    return Scheduler(pool, build_policies(policy, parts.scenario.speculation), max_in_flight=policy.batching.max_in_flight)
 
 
 def lower_tiers(parts: Parts) -> LowerTiers | None:

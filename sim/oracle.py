@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from heapq import heappop, heappush
+from typing import TYPE_CHECKING
 
 from serving.plan import BatchPlan
 from serving.sequence import DECODING, ENDED, PREFILLING, WAITING, Sequence
+
+if TYPE_CHECKING:
+    import numpy as np
 
 NEVER = 1 << 60
 
@@ -13,7 +17,10 @@ NEVER = 1 << 60
 class Oracle:
     """Tells which sequences end with a step. A decoding sequence ends at a decode clock known when its prefill completes."""
 
-    def __init__(self) -> None:
+    def __init__(self, acceptance: float = 0.0, rng: np.random.Generator | None = None) -> None:
+        """``acceptance`` is the probability that a draft token is accepted; ``rng`` draws, where drafts are made."""
+        self._acceptance = acceptance
+        self._rng = rng
         self._output_tokens: dict[int, int] = {}
         self._due: list[tuple[int, int, int, Sequence]] = []  # (decode clock, request id, preemptions, sequence)
 
@@ -33,6 +40,28 @@ class Oracle:
         """``seq`` decodes from the step being planned on, with KV that came from elsewhere."""
         rest = self._output_tokens[seq.request_id] - seq.generated
         heappush(self._due, (seq.entry_clock + rest, seq.request_id, seq.preemptions, seq))
+
+    def accepted(self, plan: BatchPlan) -> dict[Sequence, int]:
+        """Tokens that each decode of a speculating plan gets: drafts are accepted one after the other, each with the same
+        probability, until one is not; the token that replaces it, or follows the last, comes on top.
+        """
+        drafts = plan.query_tokens_per_decode - 1
+        draws = self._rng.geometric(1 - self._acceptance, len(plan.speculating)) if drafts and self._acceptance < 1 else None
+        tokens = {}
+        for position, seq in enumerate(plan.speculating):
+            got = min(int(draws[position]), drafts + 1) if draws is not None else drafts + 1
+            rest = self._output_tokens.get(seq.request_id, 1) - seq.generated
+            tokens[seq] = max(1, min(got, rest))
+        return tokens
+
+    def finished_speculating(self, plan: BatchPlan, tokens: dict[Sequence, int]) -> list[tuple[Sequence, str]]:
+        """As ``finished``, for a scheduler that speculates: ends follow from the tokens, not from the decode clock."""
+        ended = []
+        for seq, got in [*tokens.items(), *((seq, 0) for seq in plan.completing)]:
+            if seq.state == DECODING and seq.generated + got >= self._output_tokens[seq.request_id]:
+                capped = self._output_tokens.pop(seq.request_id) >= seq.request.max_output_tokens
+                ended.append((seq, "length" if capped else "stop"))
+        return sorted(ended, key=lambda pair: pair[0].request_id)
 
     def finished(self, plan: BatchPlan) -> list[tuple[Sequence, str]]:
         """Sequences that end with the last step of ``plan``, by (clock, request id), each with its reason."""

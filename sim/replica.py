@@ -18,10 +18,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from serving.metrics import ABORTED, CAPACITY, COMPLETED, REJECTED
-from serving.plan import BatchPlan, StepResult
+from serving.plan import BatchPlan, StepResult, StepShape
 from serving.request import Arrival, Request
 from serving.scheduler import HAND_OVER, BrokenPolicyError, Scheduler
 from serving.sequence import DECODING, Sequence
+from sim.drafts import DraftAccount
 from sim.oracle import Oracle
 
 if TYPE_CHECKING:
@@ -50,11 +51,16 @@ class Replica:
         audit: np.random.Generator | None = None,
         audit_share: float = 0.0,
         recording: Recording | None = None,
+        acceptance: float = 0.0,
+        draft_rng: np.random.Generator | None = None,
     ) -> None:
+        self._speculates = scheduler.policies.speculation is not None
+        self._acceptance, self._draft_rng = acceptance, draft_rng
         self.index = index
         self.label = index if label is None else label  # its number in records, unique in the whole fleet
         self.scheduler = scheduler
-        self.oracle = Oracle()
+        self.oracle = Oracle(acceptance, draft_rng)
+        self.drafts = DraftAccount()
         self.recording = recording
         self.on_finish: Callable[[int, float, str], None] | None = None
         # A replica that only prefills asks whether a sequence goes on elsewhere after its first token, and hands it over.
@@ -173,7 +179,7 @@ class Replica:
         self.finished_prompt_tokens += sum(request.prompt_tokens for request, _ in lost)
         self._earlier_steps += self.scheduler.steps
         self._earlier_preemptions += self.scheduler.preemptions
-        self.scheduler, self.oracle = scheduler, Oracle()
+        self.scheduler, self.oracle = scheduler, Oracle(self._acceptance, self._draft_rng)
         self._plan = self._queued = self._promised = None
         self._fresh.clear()
         self._gave_up.clear()
@@ -343,12 +349,18 @@ class Replica:
         for seq in plan.completing:
             if seq.token_s == seq.token_s:  # recomputed after a preemption: its clients saw a long gap
                 self._metrics.itl([end_s - seq.token_s], [1], [end_s])
-        finished = self.oracle.finished(plan)
+        tokens = None
+        if self._speculates:
+            tokens = self.oracle.accepted(plan)
+            finished = self.oracle.finished_speculating(plan, tokens)
+            self._count_drafts(plan, durations[0], tokens)
+        else:
+            finished = self.oracle.finished(plan)
         if finished and self.on_hand_over is not None:
             finished = [(seq, HAND_OVER if self.goes_on(seq) else reason) for seq, reason in finished]
         if self._pipelined:
             self._lost_decodes = sum(seq.state == DECODING for seq, _ in finished) if self._queued and self._queued.decodes else 0
-        scheduler.commit(plan, StepResult(end_s, finished))
+        scheduler.commit(plan, StepResult(end_s, finished, tokens))
         if self.recording is not None:
             self.recording.step(self.label, plan, self._run_start_s, end_s, self._used_blocks, finished)
         self._plan = None
@@ -369,6 +381,17 @@ class Replica:
             keep = int(self._audit.integers(plan.steps, len(ends)))
             del ends[keep:], durations[keep:]
             self._promised = (plan, plan.decodes)
+
+    # -- speculation ----------------------------------------------------------------------------------------------------
+
+    def _count_drafts(self, plan: BatchPlan, duration_s: float, tokens: dict[Sequence, int]) -> None:
+        """Note what drafts cost and brought, and the tokens that came together (no time passed between them)."""
+        if plan.query_tokens_per_decode == 1:
+            return
+        got = sum(tokens.values())
+        self._metrics.itl([0.0], [got - len(tokens)], [self._ends[0]])
+        plain = StepShape(tuple(plan.chunks), plan.decodes, plan.decode_context_tokens, plan.decodes + len(plan.completing))
+        self.drafts.add(len(tokens), plan.query_tokens_per_decode - 1, got, duration_s, self._price(plain))
 
     # -- accounts -------------------------------------------------------------------------------------------------------
 

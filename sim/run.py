@@ -19,6 +19,7 @@ from sim.attach import Dynamics, attach
 from sim.bottleneck import Fleet, fleet_of
 from sim.cluster import Cluster
 from sim.disaggregation import Disaggregated
+from sim.drafts import draft_report
 from sim.fleet import Parts, build_fleet, new_metrics, resolve_fleet, tier_report
 from sim.saturation import saturated_fleet_rps
 
@@ -79,6 +80,8 @@ def simulate(
         summary = metrics.summary(scenario=scenario.name, seed=scenario.seed, totals=_totals(cluster, parts, dynamics), load_factor=load_factor)
         if scenario.kv_cache.tiers:
             summary["kv_tiers"] = tier_report(cluster.replicas)
+        if scenario.speculation is not None:
+            summary["speculation"] = draft_report(replica.drafts for replica in cluster.replicas)
         if dynamics is not None:
             summary["fleet"] = dynamics.report(cluster.end_s)
         if writer is not None:
@@ -180,7 +183,7 @@ def _totals(cluster: Cluster | Disaggregated, parts: dict[str, Parts], dynamics:
     return FleetTotals(
         duration_s=end_s,
         replicas=provisioned,
-        gpus=gpus if dynamics is None else provisioned * parts["replicas"].scenario.cluster.tensor_parallel,
+        gpus=gpus if dynamics is None else provisioned * parts["replicas"].layout.gpus,
         gpu_usd_per_h=None if None in prices else sum(part.gpus * part.gpu.price_usd_per_h for part in parts.values()) / gpus,
         busy_s=sum(replica.busy_until(end_s) for replica in replicas),
         steps=sum(replica.steps for replica in replicas),

@@ -30,6 +30,8 @@ KINDS: dict[str, tuple[str, ...]] = {  # kind -> the methods that a policy of th
     "routing": ("route",),
     "autoscaling": ("target",),
     "reload": ("load",),
+    "sharding": ("layout",),
+    "speculation": ("draft_tokens",),
 }
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from serving.errors import InputError
+from serving.layout import Layout
 from serving.policies import Limits, Policies, Routing, load, option_names
 
 if TYPE_CHECKING:
+    from serving.llm import Llm
     from serving.scenario import Policy
+    from serving.scenario.model import Cluster, Speculation
 
 
-def build_policies(policy: Policy) -> Policies:
+def build_policies(policy: Policy, speculation: Speculation | None = None) -> Policies:
     """Build a fresh set: policies keep state, so each replica has its own. Raises InputError naming the mistake."""
     batching = policy.batching
     if batching.max_batch_tokens < batching.max_batch_seqs:
@@ -28,7 +32,25 @@ def build_policies(policy: Policy) -> Policies:
         admission=_load("admission", policy.admission),
         limits=Limits(batching.max_batch_tokens, batching.max_batch_seqs, batching.max_chunk_tokens),
         reload=_load("reload", policy.reload),
+        speculation=None if speculation is None else _load("speculation", speculation.policy),
     )
+
+
+def build_layout(cluster: Cluster, policy: Policy, llm: Llm) -> Layout:
+    """Lay one replica out: the sharding policy places a tensor-parallel group, the cluster's other degrees multiply it.
+
+    Raises InputError, by the key at fault, for what ``llm`` does not allow.
+    """
+    spec = policy.sharding
+    group = _load("sharding", spec).layout(llm, cluster.tensor_parallel)
+    if not isinstance(group, Layout) or group.gpus != cluster.tensor_parallel:
+        raise InputError(spec.where, f"'{spec.name}' did not lay out {cluster.tensor_parallel} GPUs", f"it gave {group}")
+    layout = replace(
+        group, stages=group.stages * cluster.pipeline_parallel, ring=group.ring * cluster.sequence_parallel,
+        expert_parallel=max(group.expert_parallel, cluster.expert_parallel),
+    )  # fmt: skip
+    layout.check(llm)
+    return layout
 
 
 def build_routing(policy: Policy) -> Routing:

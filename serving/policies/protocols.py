@@ -14,6 +14,8 @@ from serving.request import Request
 
 if TYPE_CHECKING:
     from serving.builder import PlanBuilder
+    from serving.layout import Layout
+    from serving.llm import Llm
     from serving.running import Running
     from serving.scheduler import Scheduler
     from serving.sequence import Sequence
@@ -64,6 +66,20 @@ class Reload(Protocol):
         """Decide for ``tokens`` tokens that take ``load_s`` seconds to read."""
 
 
+class Speculation(Protocol):
+    """How many draft tokens each decode verifies beside its next token."""
+
+    def draft_tokens(self, decodes: int) -> int:
+        """Drafts for each of ``decodes`` sequences in the step being planned."""
+
+
+class Sharding(Protocol):
+    """How a group of GPUs shares the weights and the KV cache of one replica."""
+
+    def layout(self, llm: Llm, gpus: int) -> Layout:
+        """The layout on ``gpus`` GPUs; its ``gpus`` must be as many."""
+
+
 class Routing(Protocol):
     """Which replica serves a request."""
 
@@ -82,6 +98,12 @@ class Fleet(Protocol):
 
     def online(self, replica: int) -> bool:
         """Whether the replica takes requests."""
+
+    def distance_s(self, replica: int) -> float:
+        """Seconds before the first byte of the request being routed could reach the replica; 0 where there is no topology."""
+
+    def delivery_s(self, replica: int) -> float:
+        """Seconds that its tokens would take to get there now, with what this router has under way; 0 where there is no topology."""
 
     def least_outstanding(self) -> int:
         """The replica with the fewest outstanding tokens; the lowest among equals."""
@@ -131,6 +153,7 @@ class Policies:
     admission: Admission
     limits: Limits
     reload: Reload | None = None  # needed where the pool has lower tiers
+    speculation: Speculation | None = None
 
     def observers(self) -> list[Callable]:
         """The ``observe`` methods of those policies that learn from outcomes."""

@@ -25,6 +25,7 @@ from serving.scenario.fields import (
     spec_field,
     where_of,
 )
+from serving.scenario.parallel import Experts, Ingress, Tenancy
 from serving.scenario.planning import Plan
 from serving.scenario.workload import Workload
 
@@ -45,8 +46,10 @@ class Pool(BaseModel):
 
 
 class Cluster(BaseModel):
-    """The hardware: identical replicas of the language model, each on tensor_parallel * pipeline_parallel GPUs.
+    """The hardware: identical replicas of the language model.
 
+    Each runs on tensor_parallel * pipeline_parallel GPUs, times sequence_parallel, or with whole experts on
+    expert_parallel * pipeline_parallel GPUs; policy.sharding says what a group of tensor_parallel GPUs does with them.
     With ``pools`` prompts and answers are computed by different replicas, and KV pages cross the links of ``topology`` between them.
     """
 
@@ -55,11 +58,32 @@ class Cluster(BaseModel):
     replicas: Annotated[int, Field(strict=True, ge=1, le=100_000)] = 1
     tensor_parallel: Annotated[int, Field(strict=True, ge=1, le=1024, description="GPUs that share each layer")] = 1
     pipeline_parallel: Annotated[int, Field(strict=True, ge=1, le=1024, description="stages of layers")] = 1
+    expert_parallel: Annotated[
+        int, Field(strict=True, ge=1, le=1024, description="GPUs that whole experts are spread over; a multiple of tensor_parallel attends in groups")
+    ] = 1
+    sequence_parallel: Annotated[
+        int, Field(strict=True, ge=1, le=1024, description="groups that share every sequence: prompts by ring attention, KV by tokens")
+    ] = 1
+    experts: Annotated[Experts, Field(description="how unequally experts are used")] = Experts()
+    tenancy: Annotated[Tenancy | None, Field(description="replicas that share GPUs")] = None
+    ingress: Annotated[Ingress | None, Field(description="prompts cross the topology's links to their replica")] = None
     weight_dtype: Annotated[WeightDtype, Field(description="auto: as the catalogue says")] = "auto"
     pools: Annotated[tuple[Pool, ...], Field(description="one of each role, instead of replicas")] = ()
     topology: Annotated[CatalogueName | None, Field(description="a catalogue name (twinserve list topologies) or a path")] = None
     autoscaling: Autoscaling | None = None
     nodes: Annotated[int | None, Field(strict=True, ge=1, le=100_000, description="copies of the topology's node; null: as it says")] = None
+
+    @model_validator(mode="after")
+    def _links(self) -> Cluster:
+        if self.ingress is not None and (self.topology is None or self.pools):
+            raise PydanticCustomError("form", "ingress needs the key 'topology', and no pools")
+        if self.nodes is not None and self.topology is None:
+            raise PydanticCustomError("form", "nodes needs the key 'topology'")
+        if self.tenancy is not None and (self.pools or self.autoscaling is not None):
+            raise PydanticCustomError("form", "tenancy cannot be combined with pools or autoscaling")
+        if self.tenancy is not None and self.replicas % self.tenancy.tenants:
+            raise PydanticCustomError("range", "replicas must be a multiple of tenancy.tenants")
+        return self
 
     @model_validator(mode="after")
     def _pools(self) -> Cluster:
@@ -174,6 +198,9 @@ class Policy(BaseModel):
     reload: Annotated[spec_field("policy.reload"), Field(description="read KV pages back from a lower tier, or compute them again")] = PolicySpec(
         name="always", where="policy.reload"
     )
+    sharding: Annotated[spec_field("policy.sharding"), Field(description="how the GPUs of a replica share weights and KV")] = PolicySpec(
+        name="head", where="policy.sharding"
+    )
     routing: Annotated[spec_field("policy.routing"), Field(description="which replica")] = PolicySpec(
         name="least_outstanding_tokens", where="policy.routing"
     )
@@ -219,6 +246,16 @@ class Measure(BaseModel):
     cooldown_s: Annotated[NotNegative, Field(description="requests that arrive in the last seconds of the run are left out")] = 0.0
 
 
+class Speculation(BaseModel):
+    """Draft tokens that decodes verify: made by a language model of its own, or for a fraction of a step each."""
+
+    model_config = STRICT
+    policy: Annotated[spec_field("speculation.policy"), Field(description="how many drafts")] = PolicySpec(name="fixed", where="speculation.policy")
+    acceptance: Annotated[Fraction, Field(description="probability that a draft token is accepted")]
+    draft_llm: CatalogueName | None = None
+    draft_step_fraction: Annotated[NotNegative, Field(description="without draft_llm: a draft's share of a plain step's time")] = 0.0
+
+
 class Scenario(BaseModel):
     """One experiment: everything that decides its outcome."""
 
@@ -238,6 +275,7 @@ class Scenario(BaseModel):
     policy: Policy = Policy()
     workload: Workload
     slo: Slo = Slo()
+    speculation: Annotated[Speculation | None, Field(description="draft tokens")] = None
     faults: Annotated[Faults | None, Field(description="what breaks while it serves")] = None
     measure: Measure = Measure()
     plan: Annotated[Plan | None, Field(description="what `twinserve plan` may choose from")] = None

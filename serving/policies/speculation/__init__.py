@@ -1,0 +1,1 @@
+"""Speculation policies: how many draft tokens to verify beside each decode."""
