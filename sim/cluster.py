@@ -11,6 +11,7 @@ import simpy
 
 from serving.policies.protocols import Routing
 from serving.request import Request
+from sim.delivery import Delivery
 from sim.environment import PLAN, STEP_END, Environment
 from sim.replica import Replica
 
@@ -25,6 +26,15 @@ class FleetSignals:
         self.now_s = 0.0
         self.outstanding_tokens: list[int] | np.ndarray = [0] * replicas if replicas < _LIST_BELOW else np.zeros(replicas, np.int64)
         self._read = [0] * replicas
+        self.delivery: Delivery | None = None
+
+    def distance_s(self, replica: int) -> float:
+        """Seconds before the first byte of the request being routed could reach the replica; 0 where requests cross no links."""
+        return 0.0 if self.delivery is None else self.delivery.distance_s(replica)
+
+    def delivery_s(self, replica: int) -> float:
+        """Seconds that its tokens would take to get there now; 0 where requests cross no links."""
+        return 0.0 if self.delivery is None else self.delivery.delivery_s(replica)
 
     def least_outstanding(self) -> int:
         """Index of the replica with the fewest outstanding prompt tokens; the lowest among equals."""
@@ -67,6 +77,7 @@ class Cluster:
         self._watchers: list[Callable[[int, float, str], None]] = []
         self._online = len(replicas)
         self._held: deque[tuple[Request, int]] = deque()  # requests that came while no replica took any
+        self.on_armed: Callable[[Replica], None] | None = None  # called when a replica may have come into service or gone out of it
 
     @property
     def held(self) -> int:
@@ -117,12 +128,27 @@ class Cluster:
             self._held.append((request, output_tokens))
             return -1
         now_s = self.env.now
+        if self.signals.delivery is not None:
+            self.signals.delivery.enter(request)
+            index = self.choose(request, now_s)
+            self.signals.delivery.start(request, output_tokens, index)
+            return index
         index = self.choose(request, now_s)
         replica = self.replicas[index]
         replica.submit(request, output_tokens, now_s)
         if self._eager:
             self.arm(replica)
         return index
+
+    def delivered(self, request: Request, output_tokens: int, index: int) -> None:
+        """The tokens of a request have reached its replica; if that takes none any more, it is routed again."""
+        if not self.signals.online(index):
+            self.signals.outstanding_tokens[index] -= request.prompt_tokens
+            self._dispatch(request, output_tokens)
+            return
+        self.replicas[index].submit(request, output_tokens, self.env.now)
+        if self._eager:
+            self.arm(self.replicas[index])
 
     def choose(self, request: Request, now_s: float) -> int:
         """Let the routing policy choose a replica and count the request's tokens as outstanding there."""
@@ -167,13 +193,17 @@ class Cluster:
         """Drop a request that was routed to ``replica``; False when it has left already."""
         if self.env.now >= self._next_read_s:
             self._read_latest(self.env.now)
+        if self.signals.delivery is not None:
+            self.signals.delivery.abandon(request_id)
         gone = self.replicas[replica].abort(request_id, self.env.now)
         if self._eager:
             self.arm(self.replicas[replica])
         return gone
 
-    def arm(self, replica: Replica) -> None:
+    def arm(self, replica: Replica, quietly: bool = False) -> None:
         """Put the replica's next wake on the event queue, unless that very wake is there already."""
+        if self.on_armed is not None and not quietly:
+            self.on_armed(replica)
         target = (replica.next_s, replica.executing)
         if target != self._armed[replica.index]:
             self._armed[replica.index] = target
@@ -188,7 +218,8 @@ class Cluster:
     @property
     def in_flight(self) -> int:
         """Requests that have arrived and not left."""
-        return len(self._held) + sum(replica.scheduler.waiting_count + replica.scheduler.running.count for replica in self.replicas)
+        crossing = 0 if self.signals.delivery is None else len(self.signals.delivery)
+        return len(self._held) + crossing + sum(replica.scheduler.waiting_count + replica.scheduler.running.count for replica in self.replicas)
 
     @property
     def end_s(self) -> float:

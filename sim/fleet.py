@@ -26,10 +26,12 @@ from serving.scheduler import Scheduler
 from serving.topology import load_topology
 from sim import placement
 from sim.cluster import Cluster
+from sim.delivery import Delivery
 from sim.disaggregation import Disaggregated
 from sim.environment import Environment
 from sim.network import Network
 from sim.replica import Replica
+from sim.tenancy import Crowded, SharedGpus, burden
 from sim.topology import LinkGraph
 
 
@@ -65,6 +67,7 @@ def resolve(scenario: Scenario, on: tuple[LinkGraph, list[list[str]]] | None = N
     weight_dtype = None if cluster.weight_dtype == "auto" else cluster.weight_dtype
     kv_dtype = "bf16" if cache.dtype == "auto" else cache.dtype
     layout = build_layout(cluster, scenario.policy, llm)
+    _check_tenancy(scenario)
     if scenario.max_model_len is not None and scenario.max_model_len > llm.max_model_len:
         raise InputError("max_model_len", f"{scenario.max_model_len} tokens exceed what {llm.name} was made for", f"{llm.max_model_len} at most")
     capacity = kv_capacity(
@@ -127,12 +130,35 @@ def build_fleet(
     options = {"stepwise": stepwise, "audit": audit, "recording": recording}
     if not scenario.cluster.pools:
         scaling = scenario.cluster.autoscaling
-        return build_cluster(parts["replicas"], metrics, replicas=scaling.maximum if scaling is not None else None, **options)
+        cluster = build_cluster(parts["replicas"], metrics, replicas=scaling.maximum if scaling is not None else None, **options)
+        _join_links(cluster, parts["replicas"])
+        return cluster
     prefill = build_cluster(parts["prefill"], metrics, **options)
     decode = build_cluster(parts["decode"], metrics, env=prefill.env, first_label=len(prefill.replicas), **options)
     gpus = [*parts["prefill"].placed, *parts["decode"].placed]
     per_token = max(part.capacity.kv_bytes_per_token * part.layout.gpus for part in parts.values())
     return Disaggregated(prefill, decode, Network(parts["prefill"].graph, prefill.env), lambda replica: gpus[replica.label], per_token)
+
+
+def _join_links(cluster: Cluster, parts: Parts) -> None:
+    """Let requests cross the topology to their replica, and replicas share their GPUs, where the scenario says so."""
+    scenario = parts.scenario
+    ingress, tenancy = scenario.cluster.ingress, scenario.cluster.tenancy
+    if ingress is not None:
+        gpus = [placed[0] for placed in parts.placed]
+        cluster.signals.delivery = Delivery(cluster, Network(parts.graph, cluster.env), ingress, gpus, stream(scenario.seed, "ingress"))
+    if tenancy is not None:
+        SharedGpus(cluster, tenancy, scenario.kv_cache.memory_fraction)
+
+
+def _check_tenancy(scenario: Scenario) -> None:
+    tenancy, fraction = scenario.cluster.tenancy, scenario.kv_cache.memory_fraction
+    if tenancy is None:
+        return
+    if tenancy.tenants * fraction > 1:
+        raise InputError("kv_cache.memory_fraction", f"{tenancy.tenants} tenants cannot each have {fraction:g} of a GPU", f"at most {1 / tenancy.tenants:g}")
+    if scenario.faults is not None:
+        raise InputError("faults", "cannot be combined with cluster.tenancy")
 
 
 def resolve_fleet(scenario: Scenario) -> dict[str, Parts]:
@@ -201,6 +227,14 @@ def new_scheduler(parts: Parts) -> Scheduler:
     cache, policy = parts.scenario.kv_cache, parts.scenario.policy
     pool = KVPool(parts.capacity.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching, lower=lower_tiers(parts))
     return Scheduler(pool, build_policies(policy, parts.scenario.speculation), max_in_flight=policy.batching.max_in_flight)
+
+
+def crowded(parts: Parts) -> LatencyModel:
+    """What a step of one replica costs while all others are busy too: those that share its GPUs slow it down."""
+    tenancy = parts.scenario.cluster.tenancy
+    if tenancy is None:
+        return parts.latency
+    return Crowded(parts.latency, *burden(tenancy, tenancy.tenants, parts.scenario.kv_cache.memory_fraction))
 
 
 def lower_tiers(parts: Parts) -> LowerTiers | None:

@@ -154,15 +154,15 @@ class Replica:
 
     # -- faults ---------------------------------------------------------------------------------------------------------
 
-    def slow_down(self, factor: float, now_s: float) -> None:
-        """Steps that start from now on take ``factor`` times as long as the latency model says; 1 restores it."""
+    def slow_down(self, factor: float, now_s: float, added_s: float = 0.0) -> None:
+        """Steps that start from now on take ``factor`` times as long as the latency model says, plus ``added_s``; 1 and 0 restore it."""
         self._catch_up(now_s)
         step_s, run_s = self._latency.step_s, self._latency.run_s
-        if factor == 1.0:
+        if factor == 1.0 and not added_s:
             self._price, self._price_run = step_s, run_s
         else:
-            self._price = lambda plan: factor * step_s(plan)
-            self._price_run = lambda plan, steps: [factor * duration_s for duration_s in run_s(plan, steps)]
+            self._price = lambda plan: factor * step_s(plan) + added_s
+            self._price_run = lambda plan, steps: [factor * duration_s + added_s for duration_s in run_s(plan, steps)]
 
     def stall(self, seconds: float, now_s: float) -> None:
         """The step being executed ends later; nothing happens to an idle replica."""

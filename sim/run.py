@@ -82,6 +82,8 @@ def simulate(
             summary["kv_tiers"] = tier_report(cluster.replicas)
         if scenario.speculation is not None:
             summary["speculation"] = draft_report(replica.drafts for replica in cluster.replicas)
+        if scenario.cluster.ingress is not None:
+            summary["ingress"] = cluster.signals.delivery.report()
         if dynamics is not None:
             summary["fleet"] = dynamics.report(cluster.end_s)
         if writer is not None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from serving.request import Arrival
 from sim.cluster import Cluster
-from sim.fleet import Parts, build_cluster, new_metrics
+from sim.fleet import Parts, build_cluster, crowded, new_metrics
 
 SAMPLE = 4096  # requests of the backlog; the first and last quarter (filling and draining) are not counted
 
@@ -38,7 +38,7 @@ def saturated_rps(parts: Parts, role: str = "replicas") -> float | None:
         saturating = workload
     policy = scenario.policy.model_copy(update={"admission": PolicySpec(name="fits", where="policy.admission")})
     alone = scenario.model_copy(update={"policy": policy})
-    one = replace(parts, scenario=alone)
+    one = replace(parts, scenario=alone, latency=crowded(parts), latencies=())
     cluster = build_cluster(one, new_metrics(alone), replicas=1)
     replica = cluster.replicas[0]
     finishes: list[float] = []

@@ -56,4 +56,3 @@ class Ingress(BaseModel):
     model_config = STRICT
     at: Annotated[tuple[Name, ...], Field(description="components of the topology; empty: the host memory of every node")] = ()
     bytes_per_token: Annotated[Positive, Field(description="that a prompt token brings with it")] = 4.0
-    window_s: Annotated[Positive, Field(description="over which the swing of throughput is measured")] = 1.0
