@@ -27,6 +27,7 @@ COMMANDS = {
     "engine": ("engine.cli", "The real engine: run a scenario on it, profile it."),
     "calibrate": ("validate.engine_cli", "Fit a latency model to measured steps, and say how far off it is on steps held out."),
     "parity": ("validate.engine_cli", "Make every decision of an engine's run again from its recorded instants."),
+    "regress": ("validate.regress.cli", "Whether a candidate policy is worse than the one in use, on a suite of scenarios."),
     "schema": ("sim.cli", "JSON Schema of a scenario, for editors."),
 }
 WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141

@@ -114,7 +114,8 @@ def paired_differences(baseline: Sequence[float] | np.ndarray, candidate: Sequen
     if old.shape != new.shape:
         raise ValueError(f"pairs are needed: {old.shape} against {new.shape}")
     same = old == new
-    return np.divide(new - old, np.abs(old), out=np.where(same, 0.0, np.sign(new - old) * np.inf), where=old != 0)
+    from_zero = np.where(same, 0.0, np.copysign(np.inf, new - old))
+    return np.divide(new - old, np.abs(old), out=from_zero, where=old != 0)
 
 
 def paired_interval(
