@@ -50,7 +50,7 @@ def build_loop(scenario: Scenario, engine: Engine, clock: Clock, **options: Any)
     if policy.batching.max_in_flight > 2:
         raise InputError("policy.batching.max_in_flight", "the engine plans at most one step ahead", "1 or 2")
     pool = KVPool(engine.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching, named=True)
-    scheduler = Scheduler(pool, build_policies(policy), max_in_flight=policy.batching.max_in_flight)
+    scheduler = Scheduler(pool, build_policies(policy, adapters=scenario.adapters), max_in_flight=policy.batching.max_in_flight)
     return Loop(scheduler, engine.runner, clock, Prompts(scenario.seed, engine.vocab, cache.block_tokens), **options)
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from serving.scheduler import Scheduler
 
 ADMITTED, NO_SEAT, NO_TOKENS, NO_BLOCKS, ENDED_AT_WALL = "admitted", "no seat", "no tokens", "no blocks", "ended at the wall"
+NO_SLOT = "no adapter slot"
 
 
 class PlanBuilder:
@@ -32,6 +33,7 @@ class PlanBuilder:
         self.ordering = policies.ordering
         self.window = policies.window
         self.victim = policies.victim
+        self.adapters = policies.adapters
         self.speculates = policies.speculation is not None
         self.evicts_from_s = getattr(policies.ordering, "evicts_from_s", None)
         self.evicts = self.evicts_from_s is not None
@@ -70,6 +72,8 @@ class PlanBuilder:
             self.restore_bypassed()
         plan = self.plan
         plan.logits_rows = plan.decodes * plan.query_tokens_per_decode + len(plan.completing)
+        if self.adapters is not None:
+            plan.adapters = self.adapters.in_use
         if plan.chunks or plan.preempted or plan.ended or self.speculates:
             plan.valid_until_s = -1.0
 
@@ -159,6 +163,8 @@ class PlanBuilder:
             scheduler.end_at_wall(seq, self.now_s)
             self.plan.ended = [*self.plan.ended, seq]
             return ENDED_AT_WALL
+        if self.adapters is not None and not self.adapters.room_for((seq.request.adapter,)):
+            return NO_SLOT
         hit = None
         cached = 0
         found: list[int] = []
@@ -216,6 +222,8 @@ class PlanBuilder:
             seq.scheduled_s = self.now_s
         self.running.add(seq)
         self.seats_left -= 1
+        if self.adapters is not None and seq.request.adapter:
+            self.plan.adapter_loads += self.adapters.take(seq.request.adapter, scheduler)
 
     def _seat_landed(self) -> None:
         """Seat the sequences whose KV has arrived from another replica, first come, first served: nothing is left to decide."""

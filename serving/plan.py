@@ -17,6 +17,7 @@ class StepShape(NamedTuple):
     ``chunks`` lists the prefill chunks as (new tokens, tokens already in the KV cache before them).
     ``decode_context_tokens`` sums, over the decoding sequences, the KV entries each attends to (the new one included).
     ``logits_rows`` counts the rows the LM head computes: decodes plus prompts that finish in this step.
+    ``adapters`` counts the distinct adapters that its sequences use, ``adapter_loads`` those that must be loaded first.
     """
 
     chunks: tuple[tuple[int, int], ...] = ()
@@ -24,6 +25,8 @@ class StepShape(NamedTuple):
     decode_context_tokens: int = 0
     logits_rows: int = 0
     query_tokens_per_decode: int = 1
+    adapters: int = 0
+    adapter_loads: int = 0
 
 
 class BatchPlan:
@@ -52,6 +55,8 @@ class BatchPlan:
     decode_context_tokens = 0
     query_tokens_per_decode = 1
     logits_rows = 0
+    adapters = 0
+    adapter_loads = 0
     steps = 1  # successive decode steps that this plan stands for, once extended
     valid_until_s = -math.inf  # the same decision holds for steps that start before this, barring an event
     ask_again_s = -math.inf  # an empty plan with work queued says when to ask again
@@ -69,7 +74,10 @@ class BatchPlan:
 
     def shape(self) -> StepShape:
         """The frozen shape of this step."""
-        return StepShape(tuple(self.chunks), self.decodes, self.decode_context_tokens, self.logits_rows, self.query_tokens_per_decode)
+        return StepShape(
+            tuple(self.chunks), self.decodes, self.decode_context_tokens, self.logits_rows, self.query_tokens_per_decode,
+            self.adapters, self.adapter_loads,
+        )  # fmt: skip
 
     def decoding(self) -> list[Sequence]:
         """The sequences that decode in this step, in admission order; ask before the next plan is made."""

@@ -26,6 +26,7 @@ class Request(NamedTuple):
     prefix_hashes: tuple = ()
     generated_hash_seed: tuple | None = None
     ttft_slo_s: float = math.inf
+    adapter: str = ""  # its name; KV computed under an adapter is content of its own, and has keys of its own
 
 
 class Arrival(NamedTuple):

@@ -354,6 +354,8 @@ class Scheduler:
     def leave(self, seq: Sequence, committed_clock: int) -> None:
         """Take ``seq`` out of the running set; tokens of decode steps after ``committed_clock`` are not counted as generated."""
         self.running.remove(seq)
+        if self.policies.adapters is not None and seq.request.adapter:
+            self.policies.adapters.give_back(seq.request.adapter)
         if seq.state == DECODING:
             ahead = self.clock - max(committed_clock, seq.entry_clock)
             self._stop_decoding(seq)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hwmodels import latency
+from hwmodels.adapted import Adapted
 from hwmodels.drafting import Drafting
 from hwmodels.expert_load import busiest_rank
 from hwmodels.group_links import GroupLinks
@@ -18,7 +19,7 @@ from serving.layout import Layout
 from serving.llm import Llm
 from serving.memory import KvCapacity, kv_capacity
 from serving.metrics import Metrics
-from serving.policies.build import build_layout, build_policies, build_routing
+from serving.policies.build import build_layout, build_routing, policies_of
 from serving.recording import Recording
 from serving.rng import stream
 from serving.scenario import Scenario
@@ -29,6 +30,7 @@ from sim.cluster import Cluster
 from sim.delivery import Delivery
 from sim.disaggregation import Disaggregated
 from sim.environment import Environment
+from sim.held_weights import resident_gib
 from sim.network import Network
 from sim.replica import Replica
 from sim.tenancy import Crowded, SharedGpus, burden
@@ -81,6 +83,7 @@ def resolve(scenario: Scenario, on: tuple[LinkGraph, list[list[str]]] | None = N
         max_batch_seqs=batching.max_batch_seqs,
         weight_dtype=weight_dtype,
         kv_dtype=kv_dtype,
+        weights_gib=resident_gib(scenario, llm, layout),
         blocks=cache.blocks,
     )
     if not capacity.fits or capacity.usable_blocks < 1:
@@ -105,7 +108,7 @@ def _latency_models(scenario: Scenario, llm: Llm, gpu: Gpu, layout: Layout, grap
                 weight_dtype=None if cluster.weight_dtype == "auto" else cluster.weight_dtype,
                 kv_dtype="bf16" if cache.dtype == "auto" else cache.dtype, where=scenario.latency.where,
             )  # fmt: skip
-            built[links] = _with_drafts(model, scenario, gpu)
+            built[links] = _with_adapters(_with_drafts(model, scenario, gpu), scenario, llm, gpu, layout)
         models.append(built[links])
     return models
 
@@ -187,6 +190,13 @@ def _with_drafts(model: LatencyModel, scenario: Scenario, gpu: Gpu) -> LatencyMo
     return Drafting(model, drafter=drafter)
 
 
+def _with_adapters(model: LatencyModel, scenario: Scenario, llm: Llm, gpu: Gpu, layout: Layout) -> LatencyModel:
+    spec = scenario.adapters
+    if spec is None:
+        return model
+    return Adapted(model, llm, gpu, rank=spec.rank, tensor_parallel=layout.tensor_parallel, load_bytes_per_s=spec.load_bytes_per_s)
+
+
 def build_cluster(
     parts: Parts,
     metrics: Metrics,
@@ -226,7 +236,7 @@ def new_scheduler(parts: Parts) -> Scheduler:
     """An empty scheduler for one replica. Raises InputError for a mistake in a policy."""
     cache, policy = parts.scenario.kv_cache, parts.scenario.policy
     pool = KVPool(parts.capacity.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching, lower=lower_tiers(parts))
-    return Scheduler(pool, build_policies(policy, parts.scenario.speculation), max_in_flight=policy.batching.max_in_flight)
+    return Scheduler(pool, policies_of(parts.scenario), max_in_flight=policy.batching.max_in_flight)
 
 
 def crowded(parts: Parts) -> LatencyModel:

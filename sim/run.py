@@ -21,6 +21,7 @@ from sim.cluster import Cluster
 from sim.disaggregation import Disaggregated
 from sim.drafts import draft_report
 from sim.fleet import Parts, build_fleet, new_metrics, resolve_fleet, tier_report
+from sim.held_weights import adapter_report
 from sim.saturation import saturated_fleet_rps
 
 Progress = Callable[[int, int | None], None]
@@ -84,6 +85,8 @@ def simulate(
             summary["speculation"] = draft_report(replica.drafts for replica in cluster.replicas)
         if scenario.cluster.ingress is not None:
             summary["ingress"] = cluster.signals.delivery.report()
+        if scenario.adapters is not None:
+            summary["adapters"] = adapter_report(cluster.replicas, parts["replicas"].latency)
         if dynamics is not None:
             summary["fleet"] = dynamics.report(cluster.end_s)
         if writer is not None:

@@ -104,7 +104,7 @@ class _Replay:
     def __init__(self, recorded: Recorded, result: Parity) -> None:
         cache, policy = recorded.scenario.kv_cache, recorded.scenario.policy
         pool = KVPool(cache.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching)
-        self.scheduler = Scheduler(pool, build_policies(policy), max_in_flight=policy.batching.max_in_flight)
+        self.scheduler = Scheduler(pool, build_policies(policy, adapters=recorded.scenario.adapters), max_in_flight=policy.batching.max_in_flight)
         self.next_row = 0
         self._recorded = recorded
         self._result = result

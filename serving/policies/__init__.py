@@ -32,6 +32,7 @@ KINDS: dict[str, tuple[str, ...]] = {  # kind -> the methods that a policy of th
     "reload": ("load",),
     "sharding": ("layout",),
     "speculation": ("draft_tokens",),
+    "adapters": ("evict",),
 }
 
 

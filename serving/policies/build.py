@@ -5,17 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from serving.adapters import AdapterSlots
 from serving.errors import InputError
 from serving.layout import Layout
 from serving.policies import Limits, Policies, Routing, load, option_names
 
 if TYPE_CHECKING:
     from serving.llm import Llm
-    from serving.scenario import Policy
+    from serving.scenario import Policy, Scenario
+    from serving.scenario.adapters import Adapters
     from serving.scenario.model import Cluster, Speculation
 
 
-def build_policies(policy: Policy, speculation: Speculation | None = None) -> Policies:
+def policies_of(scenario: Scenario) -> Policies:
+    """Build a fresh set for one replica of ``scenario``. Raises InputError naming the mistake."""
+    return build_policies(scenario.policy, scenario.speculation, scenario.adapters)
+
+
+def build_policies(policy: Policy, speculation: Speculation | None = None, adapters: Adapters | None = None) -> Policies:
     """Build a fresh set: policies keep state, so each replica has its own. Raises InputError naming the mistake."""
     batching = policy.batching
     if batching.max_batch_tokens < batching.max_batch_seqs:
@@ -33,6 +40,7 @@ def build_policies(policy: Policy, speculation: Speculation | None = None) -> Po
         limits=Limits(batching.max_batch_tokens, batching.max_batch_seqs, batching.max_chunk_tokens),
         reload=_load("reload", policy.reload),
         speculation=None if speculation is None else _load("speculation", speculation.policy),
+        adapters=None if adapters is None else AdapterSlots(adapters.slots, _load("adapters", adapters.policy), adapters.max_bypasses),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from serving.builder import ADMITTED, ENDED_AT_WALL, NO_BLOCKS
+from serving.builder import ADMITTED, ENDED_AT_WALL, NO_BLOCKS, NO_SLOT
 from serving.sequence import DECODING, Sequence
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def evict_for_urgent(batch: PlanBuilder, *, beside_decodes: bool = True) -> tupl
     if open_s > batch.now_s:
         return 0, open_s
     urgent, blocks, from_s = 0, 0, math.inf
+    adapters: list[str] = []
     tokens = batch.tokens_left - batch.decodes if beside_decodes and not batch.whole_prompts else batch.tokens_left
     while tokens > 0:
         head = batch.head()
@@ -32,6 +33,9 @@ def evict_for_urgent(batch: PlanBuilder, *, beside_decodes: bool = True) -> tupl
             break
         need_blocks, need_tokens = batch.needs(head)
         if batch.whole_prompts and urgent and need_tokens > tokens:
+            break
+        adapters.append(head.request.adapter)
+        if batch.adapters is not None and not batch.adapters.room_for(adapters):
             break
         blocks += need_blocks
         if not _evict_for(batch, head, urgent + 1, blocks, beside_decodes):
@@ -107,8 +111,11 @@ def continue_prefills(batch: PlanBuilder) -> bool:
 
 
 def admit_waiting(batch: PlanBuilder, head_of_line: str, max_bypasses: int) -> None:
-    """Admit from the head of the queue. ``skip`` passes a head that lacks blocks, at most ``max_bypasses`` times each."""
-    passed = []
+    """Admit from the head of the queue. ``skip`` passes a head that lacks blocks, at most ``max_bypasses`` times each.
+
+    A head that waits for an adapter slot is passed either way, within the bound of the slots.
+    """
+    passed: list[tuple[Sequence, int]] = []  # with the bound that holds for each
     while batch.waiting and batch.tokens_left > 0:
         head = batch.head()
         if head is None or head in batch.plan.preempted:
@@ -116,12 +123,13 @@ def admit_waiting(batch: PlanBuilder, head_of_line: str, max_bypasses: int) -> N
         got = batch.admit()
         if got in (ADMITTED, ENDED_AT_WALL):
             if passed and got == ADMITTED:
-                for seq in passed:
+                for seq, _ in passed:
                     seq.bypasses += 1
-                if passed[0].bypasses >= max_bypasses:
+                if any(seq.bypasses >= bound for seq, bound in passed):
                     break
             continue
-        if got != NO_BLOCKS or head_of_line == "block" or head.bypasses >= max_bypasses:
+        bound = batch.adapters.max_bypasses if got == NO_SLOT else max_bypasses
+        if not (got == NO_SLOT or (got == NO_BLOCKS and head_of_line == "skip")) or head.bypasses >= bound:
             break
-        passed.append(head)
+        passed.append((head, bound))
         batch.bypass()

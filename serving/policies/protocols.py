@@ -7,12 +7,14 @@ Policies read views and never a clock of their own, nor a request's true output 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from serving.request import Request
 
 if TYPE_CHECKING:
+    from serving.adapters import AdapterSlots
     from serving.builder import PlanBuilder
     from serving.layout import Layout
     from serving.llm import Llm
@@ -71,6 +73,13 @@ class Speculation(Protocol):
 
     def draft_tokens(self, decodes: int) -> int:
         """Drafts for each of ``decodes`` sequences in the step being planned."""
+
+
+class Adapters(Protocol):
+    """Which adapter leaves when a slot is needed."""
+
+    def evict(self, idle: Seq[str], queue: Scheduler) -> str:
+        """One of the loaded adapters that nobody uses; ``idle`` has the one used longest ago first."""
 
 
 class Sharding(Protocol):
@@ -154,6 +163,7 @@ class Policies:
     limits: Limits
     reload: Reload | None = None  # needed where the pool has lower tiers
     speculation: Speculation | None = None
+    adapters: AdapterSlots | None = None  # None: requests may use any adapter at once
 
     def observers(self) -> list[Callable]:
         """The ``observe`` methods of those policies that learn from outcomes."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
+from serving.scenario.adapters import Adapters
 from serving.scenario.dynamics import Autoscaling, Faults
 from serving.scenario.fields import (
     STRICT,
@@ -277,6 +278,7 @@ class Scenario(BaseModel):
     slo: Slo = Slo()
     speculation: Annotated[Speculation | None, Field(description="draft tokens")] = None
     faults: Annotated[Faults | None, Field(description="what breaks while it serves")] = None
+    adapters: Annotated[Adapters | None, Field(description="slots for adapters (LoRA) on every replica")] = None
     measure: Measure = Measure()
     plan: Annotated[Plan | None, Field(description="what `twinserve plan` may choose from")] = None
 
@@ -294,6 +296,14 @@ class Scenario(BaseModel):
             # A trace may bring classes of its own.
             if name not in known and self.workload.trace is None:
                 raise PydanticCustomError("slo_class", "slo.classes: no class '{key}' in workload.classes", {"key": name, "known": known})
+        return self
+
+    @model_validator(mode="after")
+    def _adapter_slots(self) -> Scenario:
+        if self.adapters is None and self.workload.adapters is not None:
+            raise PydanticCustomError("form", "workload.adapters needs the key 'adapters': slots to run them in")
+        if self.adapters is not None and self.cluster.pools:
+            raise PydanticCustomError("form", "adapters cannot be combined with cluster.pools")
         return self
 
     def resolved(self) -> dict[str, Any]:

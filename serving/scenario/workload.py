@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from serving.scenario.adapters import AdapterMix
 from serving.scenario.arrivals import Arrivals, ClosedLoop, Piecewise, RatePerMinute
 from serving.scenario.distributions import Constant, Distribution
 from serving.scenario.fields import STRICT, Count, CountOrZero, DataFile, Fraction, Integer, Name, NotNegative, Positive, Switch
@@ -114,6 +115,7 @@ class Workload(BaseModel):
     classes: tuple[RequestClass, ...] = ()
     tenants: tuple[Tenant, ...] = ()
     prefix: Prefix | None = None
+    adapters: Annotated[AdapterMix | None, Field(description="which requests use which adapter")] = None
     sessions: Sessions | None = None
     trace: Trace | None = None
 

@@ -11,6 +11,7 @@ from serving.errors import InputError
 from serving.request import Arrival
 from serving.scenario.model import Slo
 from serving.scenario.workload import Trace, Workload
+from serving.workload.adapters import adapted_arrivals, adapted_sessions
 from serving.workload.context import Context
 from serving.workload.replay import check, replay, replay_sessions, trace_format, turn_timing
 from serving.workload.sessions import Session, Turn, synthetic_sessions
@@ -60,9 +61,9 @@ def open_arrivals(
     if workload.closed_loop is None and follows_answers(workload):
         raise InputError("workload", "turns of a session wait for answers: they have no arrival times of their own")
     if workload.trace is None:
-        return _begun(synthetic(workload, context))
+        return _begun(_adapted(synthetic(workload, context), workload, context))
     _check(workload.trace, context, skipped)
-    return _begun(replay(workload, context))
+    return _begun(_adapted(replay(workload, context), workload, context))
 
 
 def conversations(
@@ -86,13 +87,22 @@ def conversations(
     if workload.trace is not None:
         _check(workload.trace, context, skipped)
         if turn_timing(workload.trace, trace_format(workload.trace)) != "open":
-            return _begun(replay_sessions(workload, context))
+            return _begun(_adapted_sessions(replay_sessions(workload, context), workload, context))
         arrivals = replay(workload, context)
     elif workload.sessions is not None:
-        return _begun(synthetic_sessions(workload, context))
+        return _begun(_adapted_sessions(synthetic_sessions(workload, context), workload, context))
     else:
         arrivals = synthetic(workload, context)
+    arrivals = _adapted(arrivals, workload, context)
     return _begun(Session(arrival.request.arrival_s, (Turn(arrival, 0.0),)) for arrival in arrivals)
+
+
+def _adapted(arrivals: Iterator[Arrival], workload: Workload, context: Context) -> Iterator[Arrival]:
+    return arrivals if workload.adapters is None else adapted_arrivals(arrivals, workload.adapters, context)
+
+
+def _adapted_sessions(sessions: Iterator[Session], workload: Workload, context: Context) -> Iterator[Session]:
+    return sessions if workload.adapters is None else adapted_sessions(sessions, workload.adapters, context)
 
 
 def _with(workload: Workload, trace: Trace | None) -> Workload:

@@ -43,6 +43,7 @@ def synthetic(workload: Workload, context: Context) -> Iterator[Arrival]:
             repeat(()) if prefixes is None else map(prefixes.keys, prefixes.draw(times.size), ids, prompt_list),
             repeat(None),
             _by(labels.ttft_slo_s, class_list),
+            repeat(""),
         )
         yield from map(_tuple, repeat(Arrival), zip(map(_tuple, repeat(Request), rows), output.tolist()))
         first_id += times.size

@@ -1,0 +1,1 @@
+"""Adapter policies: which idle adapter leaves its slot when another is needed."""
