@@ -121,7 +121,8 @@ class Processes:
         for worker in workers:
             worker.terminate()
         for worker in workers:
-            worker.join(5)
+            worker.join()
+        self._executor.shutdown(wait=True)
 
 
 class RayPool:

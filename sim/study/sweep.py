@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from serving.catalog import load_gpu, load_llm
 from serving.errors import InputError, nearest
 from serving.scenario import Scenario, from_mapping
 from sim.study.executors import PoolInUse
@@ -77,7 +78,10 @@ def points_of(base: Scenario, settings: Sequence[Setting], seeds: int, folder: P
 
 def _with(raw: dict[str, Any], setting: Setting, folder: Path | None) -> Scenario:
     try:
-        return from_mapping(raw, [override(path, value) for path, value in setting.items()], folder=folder)
+        scenario = from_mapping(raw, [override(path, value) for path, value in setting.items()], folder=folder)
+        load_llm(scenario.llm)
+        load_gpu(scenario.cluster.gpu)
+        return scenario
     except InputError as error:
         where = error.where.replace("--set ", "--vary ")
         raise InputError(where if where.startswith("--vary") else f"--vary {' '.join(setting)}: {where}", error.problem, error.hint) from None

@@ -52,8 +52,8 @@ def carry_out(
 ) -> dict[str, Answer]:
     """Return the answer of every task by key. Finished ones come from ``points``; new ones are added there at once.
 
-    When a worker dies, what was under way is retried alone, each in a process of its own; dying again, a task's answer is
-    ``crashed``. The order in which tasks finish affects nothing. Raises InputError when the disk refuses a point.
+    When a worker dies, what was under way is run again with nothing beside it; a task whose worker dies then, and once more, is
+    answered ``crashed``. The order in which tasks finish affects nothing. Raises InputError when the disk refuses a point.
     """
     wanted = list({task.key: task for task in tasks}.values())
     answers = {task.key: Answer(*points[task.key]) for task in wanted if task.key in points}
@@ -71,7 +71,8 @@ def carry_out(
 def _compute(tasks: Iterator[Task], use: PoolInUse) -> Iterator[tuple[Task, Answer]]:
     under_way: dict[Future, list[Task]] = {}
     while True:
-        for batch in _batches(tasks, use.pool.batch, 2 * use.pool.width - len(under_way)):
+        wanted = 2 * use.pool.width if use.pool.width > 1 else 1  # one more for each worker, so that none ever waits
+        for batch in _batches(tasks, use.pool.batch, wanted - len(under_way)):
             under_way[_submit(use, batch)] = batch
         if not under_way:
             return
@@ -80,7 +81,7 @@ def _compute(tasks: Iterator[Task], use: PoolInUse) -> Iterator[tuple[Task, Answ
             yield from _after_a_crash(under_way, use)
             under_way = {}
             continue
-        for future in finished:
+        for future in [future for future in under_way if future in finished]:
             yield from zip(under_way.pop(future), future.result())
 
 
@@ -108,11 +109,15 @@ def _after_a_crash(under_way: dict[Future, list[Task]], use: PoolInUse) -> Itera
     for future, batch in under_way.items():
         if future.done() and future.exception() is None:
             yield from zip(batch, future.result())
-            continue
-        for task in batch:
-            try:
-                answer = _submit(use, [task]).result()[0]
-            except BrokenExecutor:
-                use.renew()
-                answer = Answer(CRASHED, "its worker process died twice")
-            yield task, answer
+        else:
+            yield from ((task, _alone(task, use)) for task in batch)
+
+
+def _alone(task: Task, use: PoolInUse) -> Answer:
+    """Run a task with nothing beside it, and once more if its worker dies."""
+    for _ in range(2):
+        try:
+            return _submit(use, [task]).result()[0]
+        except BrokenExecutor:
+            use.renew()
+    return Answer(CRASHED, "its worker process died twice")
