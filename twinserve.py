@@ -24,7 +24,7 @@ COMMANDS = {
     "import": ("validate.cli", "Turn the file of a load generator or an engine into a run directory."),
     "compare": ("validate.cli", "Error of a simulated run against a real one, per metric and statistic."),
     "accuracy": ("validate.cli", "How far off the simulator is from every measured run in a folder."),
-    "engine": ("engine.cli", "The real engine: run a scenario on it, profile it."),
+    "engine": ("engine.cli", "The real engine: run a scenario on it, profile it, serve with it."),
     "calibrate": ("validate.engine_cli", "Fit a latency model to measured steps, and say how far off it is on steps held out."),
     "parity": ("validate.engine_cli", "Make every decision of an engine's run again from its recorded instants."),
     "regress": ("validate.regress.cli", "Whether a candidate policy is worse than the one in use, on a suite of scenarios."),

@@ -1,4 +1,4 @@
-"""How far off the simulator is from the engine on a CPU: calibrate on one workload, predict two others.
+"""How far off the simulator is from the engine on a CPU: calibrate on one workload, predict others.
 
     python benchmarks/engine_vs_sim.py [--repeats 4] [--requests 80] [--folder DIR] [--json]
 
@@ -14,13 +14,11 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine.build import Choices, build_engine, reference_step
-from engine.clocks import NormalisedClock
+from engine.build import Choices, build_engine, normalised
 from engine.measure import spare_the_collector
 from engine.run import serve_scenario
 from serving.records import open_run
@@ -32,6 +30,7 @@ REFERENCE_S = 0.005
 WORKLOADS = {  # name -> what differs from the one that is calibrated on
     "calibration": [],
     "holdout-faster": ["workload.arrivals.rate_rps=14.0", "seed=101"],
+    "holdout-busier": ["workload.arrivals.rate_rps=40.0", "seed=303"],
     "holdout-longer": ["workload.prompt_tokens.median=96", "workload.output_tokens.median=16", "seed=202"],
 }
 COMMON = ["kv_cache.blocks=160", "workload.arrivals.rate_rps=8.0"]
@@ -69,9 +68,8 @@ def experiment(folder: Path, repeats: int, requests: int) -> dict:
     with spare_the_collector():
         for repeat in range(repeats):
             for name, scenario in workloads.items():
-                clock = NormalisedClock(reference_step(engine.runner), REFERENCE_S, time.thread_time)
                 out = folder / f"{name}-{repeat}"
-                real[name].append(serve_scenario(scenario, engine, clock, out=out).summary)
+                real[name].append(serve_scenario(scenario, *normalised(engine, REFERENCE_S), out=out).summary)
                 runs[name].append(out)
                 print(f"{name}, repeat {repeat}: {real[name][-1]['duration_s']:.1f} s", file=sys.stderr)
     fit = calibrate(runs["calibration"])

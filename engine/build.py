@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import torch
 
 from engine.architecture import Architecture, from_llm
+from engine.clocks import NormalisedClock
 from engine.loader import load, random_weights
 from engine.model import DecoderWeights
 from engine.run import Engine, longest_sequence
@@ -91,6 +94,16 @@ def reference_step(runner: Runner) -> Callable[[], None]:
         runner.execute(batch)
 
     return run
+
+
+def normalised(engine: Engine, reference_s: float) -> tuple[Engine, NormalisedClock]:
+    """The engine with its device named by what its seconds are, and a clock on which its reference step takes ``reference_s``.
+
+    Where the device is this processor, the processor time of this thread is measured: who else runs here does not count.
+    """
+    timer = time.thread_time if engine.runner.device.type == "cpu" else time.perf_counter
+    clock = NormalisedClock(reference_step(engine.runner), reference_s, timer)
+    return dataclasses.replace(engine, device=f"{engine.device}, normalised to a reference step of {reference_s * 1e3:g} ms"), clock
 
 
 def device_name(device: torch.device, threads: int) -> str:

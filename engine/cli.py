@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 CLOCKS = ("real", "normalised")
-HELP = "The real engine: run a scenario on it, profile it."
+HELP = "The real engine: run a scenario on it, profile it, serve with it."
 
 Scenario = Annotated[str, typer.Argument(help="A YAML file, or a name from `twinserve list scenarios`.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override one key; may be repeated.")]
@@ -146,15 +146,7 @@ def _check_clock(name: str, reference_ms: float) -> None:
 
 def _clocked(engine: Engine, name: str, reference_ms: float) -> tuple[Engine, Clock]:
     """The clock, and the engine with its device named by what its seconds are."""
-    import dataclasses
-    import time
+    from engine.build import normalised
+    from engine.clocks import RealClock
 
-    from engine.build import reference_step
-    from engine.clocks import NormalisedClock, RealClock
-
-    if name == "real":
-        return engine, RealClock()
-    on_cpu = engine.runner.device.type == "cpu"
-    timer = time.thread_time if on_cpu else time.perf_counter
-    clock = NormalisedClock(reference_step(engine.runner), reference_ms / 1e3, timer)
-    return dataclasses.replace(engine, device=f"{engine.device}, normalised to a reference step of {reference_ms:g} ms"), clock
+    return (engine, RealClock()) if name == "real" else normalised(engine, reference_ms / 1e3)
