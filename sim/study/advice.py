@@ -46,7 +46,8 @@ def _pool_words(winner: Fate, other: Fate) -> str:
     """KV tokens per GPU: a second copy of the weights is paid from the pool."""
     a, b = (fate.candidate.kv_tokens / fate.candidate.gpus_per_replica for fate in (winner, other))
     degree = winner.candidate.config["tensor_parallel"]
-    return f"; a GPU holds {b:,.0f} KV tokens against {a:,.0f} at TP {degree}, where {'each' if degree == 1 else f'each {degree}'} GPU{'' if degree == 1 else 's'} keep a copy of the weights"
+    sharing = "every GPU keeps" if degree == 1 else f"every {degree} GPUs share"
+    return f"; a GPU holds {b:,.0f} KV tokens against {a:,.0f} at TP {degree}, where {sharing} a copy of the weights"
 
 
 def _unmet(key: str, value: str, ranked: Sequence[Fate], best: Fate) -> str:

@@ -45,6 +45,7 @@ class Candidate:
     flops: float = 0.0  # of one replica's GPUs together, for its weights' dtype
     kv_tokens: int = 0  # that one replica holds
     quality: float | None = None
+    doubts: tuple[str, ...] = ()  # GPUs of which the catalogue is not highly confident, each with its confidence
     refused: str = ""
 
     def max_replicas(self, plan: Plan) -> int:
@@ -134,7 +135,8 @@ def _candidate(index: int, scenario: Scenario, chosen: dict[str, Any], settings:
         bytes_per_s += part.gpus * part.gpu.memory_bytes_per_s
         flops += part.gpus * part.gpu.peak_flops(dtype)
         tokens += part.capacity.usable_blocks * part.scenario.kv_cache.block_tokens * part.scenario.cluster.replicas
-    made = Candidate(index, config, settings, plain.scenario, gpus, usd, bytes_per_s, flops, tokens, _quality(scenario, part.llm, dtype, plan.quality))
+    made = Candidate(index, config, settings, plain.scenario, gpus, usd, bytes_per_s, flops, tokens, _quality(scenario, part.llm, dtype, plan.quality),
+                     tuple(dict.fromkeys(f"{part.gpu.name} ({part.gpu.confidence})" for part in parts.values() if part.gpu.confidence != "high")))  # fmt: skip
     budget = made.max_replicas(plan)
     if budget < plan.replicas.min:
         return _refuse(made, f"budget: {plan.replicas.min} replicas cost ${plan.replicas.min * usd:,.2f} an hour, the budget is ${plan.budget_usd_per_h:,.2f}")

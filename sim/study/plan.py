@@ -117,7 +117,7 @@ def _row(fate: Fate, base: Scenario, keys: list[str], detail: Mapping[str, Any] 
     row = {
         "name": short_name(candidate.config, fate.replicas if fate.status in (FOUND, DOMINATED) else None, keys),
         "config": {**candidate.config, "replicas": fate.replicas}, "feasible": fate.status == FOUND, "status": fate.status, "binding_limit": limit or None,
-        "cost_per_hour_usd": fate.cost or None, "gpus": fate.replicas * candidate.gpus_per_replica, "quality": candidate.quality, "fleets_simulated": fate.runs,
+        "cost_per_hour_usd": fate.cost or None, "gpus": fate.replicas * candidate.gpus_per_replica, "quality": candidate.quality, "low_confidence_facts": list(candidate.doubts), "fleets_simulated": fate.runs,
         "usd_per_million_output_tokens": None, "goodput_rps": None, "load_factor": None,
     }  # fmt: skip
     if fate.status == FOUND:
@@ -181,7 +181,9 @@ def _headline(base: Scenario, search: Search, rows: Sequence[Mapping[str, Any]])
     if not rows or not rows[0]["feasible"]:
         return [f"{base.name}: no fleet keeps {asked}", f"{len(rows)} candidates: {tally}"]
     best = rows[0]
-    return [f"{base.name}: {best['name']} is the cheapest fleet that keeps {asked}: ${best['cost_per_hour_usd']:,.2f} an hour", f"{len(rows)} candidates: {tally}"]
+    doubts = sorted({doubt for fate in search.found for doubt in fate.candidate.doubts})
+    lines = [f"{base.name}: {best['name']} is the cheapest fleet that keeps {asked}: ${best['cost_per_hour_usd']:,.2f} an hour", f"{len(rows)} candidates: {tally}"]
+    return lines + ([f"Not highly confident facts in the catalogue: {', '.join(doubts)}. Calibrate before you buy."] if doubts else [])
 
 
 def _rest(ranked: Sequence[Fate]) -> list[str]:
