@@ -18,6 +18,7 @@ from hwmodels.latency import check_options
 from hwmodels.operators import ACTIVATION_BYTES, Cost, Operators
 from hwmodels.patterns import ring_attention_s
 from hwmodels.pipeline import Pipeline, check_pipeline
+from hwmodels.two_streams import Stream, overlapped_s
 from serving.catalog import Gpu
 from serving.errors import InputError, nearest
 from serving.graph_buckets import GraphBuckets, Path, default_sizes
@@ -39,6 +40,7 @@ class Options:
     host_sequence_s: float | None = None
     launch_s: float | None = None
     graph_launch_s: float | None = None
+    stream_contention: float = 0.2  # share of the possible overlap of two streams that is lost (an assumption: measure it)
     ring_overlap: bool = True  # on a ring, a block of keys and values travels while the one before is computed
     schedule: str = "steady"  # of pipeline stages: steady (the next step's micro-batches follow at once) or flush
     micro_batches: int | None = None  # of a pipeline; None: as many as stages
@@ -64,6 +66,8 @@ class Roofline:
         self._operators = operators
         self._capture_mixed = options.capture_mixed
         self._overlap = options.ring_overlap
+        self._contention = options.stream_contention
+        self._occupied: dict[tuple[int, int], tuple[float, float]] = {}  # compute and memory seconds by (tokens, logits rows)
         self._host_step_s = _either(options.host_step_s, host.step_s)
         self._host_sequence_s = _either(options.host_sequence_s, host.sequence_s)
         self._launch_s = _either(options.launch_s, host.launch_s)
@@ -104,6 +108,8 @@ class Roofline:
             if bounded < seconds:
                 seconds = bounded
             return (seconds if seconds > floor else floor) + host
+        if shape.streams == 2 and decodes:
+            return self._two_streams_s(shape)
         tokens = decodes * queries
         if self._uneven:
             tokens, seconds = self._uneven_chunks(chunks, tokens)
@@ -207,6 +213,35 @@ class Roofline:
             memory += new * self._per_token + context * self._per_context
         fit = self._operators.gpu.kernels.prefill_attention
         return Cost(compute, memory, fit.latency_s * self._operators.llm.layers, overlapped=False)
+
+    # -- two streams ----------------------------------------------------------------------------------------------
+
+    def _two_streams_s(self, shape: StepShape) -> float:
+        """A step whose decodes run beside its prefill chunks; the host prepares and launches one after the other."""
+        decodes, queries, chunks = shape.decodes, shape.query_tokens_per_decode, shape.chunks
+        decoding = StepShape((), decodes, shape.decode_context_tokens, decodes * queries, queries)
+        prefilling = StepShape(tuple(chunks), logits_rows=shape.logits_rows - decodes * queries)
+        host_s = self._host_step_s + self._host_sequence_s * (decodes + len(chunks))
+        seconds = overlapped_s(self._stream(decoding), self._stream(prefilling), self._contention)
+        return seconds + host_s
+
+    def _stream(self, shape: StepShape) -> Stream:
+        sequences = shape.decodes + len(shape.chunks)
+        tokens = shape.decodes * shape.query_tokens_per_decode + sum(new for new, _ in shape.chunks)
+        key = (tokens, shape.logits_rows)
+        if key not in self._occupied:
+            own = -(-tokens // self._groups)
+            costs = (*self._operators.dense(own, tokens).values(), *self._operators.head(-(-shape.logits_rows // self._groups)).values())
+            self._occupied[key] = sum(cost.compute_s for cost in costs), sum(cost.memory_s for cost in costs)
+        compute_s, memory_s = self._occupied[key]
+        if shape.chunks:
+            attention = self._prefill_cost(shape.chunks)
+            compute_s, memory_s = compute_s + attention.compute_s, memory_s + attention.memory_s
+        else:
+            a, b, a_window, b_window = self._attention_line(shape.decodes, shape.query_tokens_per_decode)
+            memory_s += min(a + b * shape.decode_context_tokens, a_window + b_window * shape.decode_context_tokens)
+        seconds = self.step_s(shape) - self._host_step_s - self._host_sequence_s * sequences
+        return Stream(seconds, compute_s, memory_s)
 
     # -- coefficients, computed once each -------------------------------------------------------------------------
 
@@ -317,6 +352,8 @@ def build(options: Mapping[str, Any], *, llm: Llm, gpu: Gpu, layout: Layout, wei
         value = getattr(chosen, name)
         if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
             raise InputError(f"{where}.{name}", "must be a number that is not negative", f"got {value!r}")
+    if not (isinstance(chosen.stream_contention, (int, float)) and 0 <= chosen.stream_contention <= 1):
+        raise InputError(f"{where}.stream_contention", "must lie in [0, 1]", f"got {chosen.stream_contention!r}")
     sizes = chosen.capture_sizes if chosen.capture_sizes is not None else default_sizes(int(chosen.capture_largest))
     if not isinstance(sizes, (list, tuple)) or not all(isinstance(size, int) for size in sizes):
         raise InputError(f"{where}.capture_sizes", "must be a list of whole numbers", f"got {sizes!r}")

@@ -292,6 +292,10 @@ class PlanBuilder:
         self.waiting += len(self._skipped)
         self._skipped.clear()
 
+    def limit_tokens(self, tokens: int) -> None:
+        """Leave this step at most ``tokens`` more."""
+        self.tokens_left = min(self.tokens_left, tokens)
+
     def valid_until(self, until_s: float) -> None:
         """Promise the same decision for every later step that starts before ``until_s``, barring an event."""
         self.plan.valid_until_s = until_s

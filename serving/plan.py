@@ -18,6 +18,7 @@ class StepShape(NamedTuple):
     ``decode_context_tokens`` sums, over the decoding sequences, the KV entries each attends to (the new one included).
     ``logits_rows`` counts the rows the LM head computes: decodes plus prompts that finish in this step.
     ``adapters`` counts the distinct adapters that its sequences use, ``adapter_loads`` those that must be loaded first.
+    With 2 ``streams`` the decodes and the prefill chunks are separate kernels that run side by side.
     """
 
     chunks: tuple[tuple[int, int], ...] = ()
@@ -27,6 +28,7 @@ class StepShape(NamedTuple):
     query_tokens_per_decode: int = 1
     adapters: int = 0
     adapter_loads: int = 0
+    streams: int = 1
 
 
 class BatchPlan:
@@ -57,6 +59,7 @@ class BatchPlan:
     logits_rows = 0
     adapters = 0
     adapter_loads = 0
+    streams = 1
     steps = 1  # successive decode steps that this plan stands for, once extended
     valid_until_s = -math.inf  # the same decision holds for steps that start before this, barring an event
     ask_again_s = -math.inf  # an empty plan with work queued says when to ask again
@@ -76,7 +79,7 @@ class BatchPlan:
         """The frozen shape of this step."""
         return StepShape(
             tuple(self.chunks), self.decodes, self.decode_context_tokens, self.logits_rows, self.query_tokens_per_decode,
-            self.adapters, self.adapter_loads,
+            self.adapters, self.adapter_loads, self.streams,
         )  # fmt: skip
 
     def decoding(self) -> list[Sequence]:

@@ -72,6 +72,8 @@ def resolve(scenario: Scenario, on: tuple[LinkGraph, list[list[str]]] | None = N
     _check_tenancy(scenario)
     if scenario.max_model_len is not None and scenario.max_model_len > llm.max_model_len:
         raise InputError("max_model_len", f"{scenario.max_model_len} tokens exceed what {llm.name} was made for", f"{llm.max_model_len} at most")
+    if batching.name == "two_streams" and (scenario.latency.name != "roofline" or layout.stages > 1):
+        raise InputError("policy.batching", "only the roofline without pipeline stages prices two streams on one GPU", "use chunked_prefill")
     capacity = kv_capacity(
         llm,
         gpu,

@@ -217,7 +217,7 @@ ORDERINGS = [
     ("shortest_job", {"ageing_tokens_per_s": 100.0}), ("cache_affinity", {"max_passes": 4}),
 ]  # fmt: skip
 BATCHINGS = [
-    (name, {"head_of_line": mode, "max_bypasses": 3}) for name in ("chunked_prefill", "prefill_first", "whole_prompt") for mode in ("block", "skip")
+    (name, {"head_of_line": mode, "max_bypasses": 3}) for name in ("chunked_prefill", "prefill_first", "two_streams", "whole_prompt") for mode in ("block", "skip")
 ]
 WINDOWS = [
     ("none", {}), ("none", {}), ("fixed", {"window_s": 0.07, "size": 3}), ("qos_adaptive", {"period": 5, "start": 2, "max_wait_s": 0.06}),
