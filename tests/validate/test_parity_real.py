@@ -147,3 +147,16 @@ def test_what_the_engine_cannot_do_is_one_line_and_exit_2(capsys, tiny, tmp_path
 def test_a_gpu_that_is_not_there(tiny):
     with pytest.raises(InputError, match="there is no CUDA GPU here"):
         build_engine(load(tiny), Choices(device="cuda"))
+
+
+def test_a_profile_is_read_by_calibrate_and_goes_on_when_asked_again(capsys, tiny, tmp_path):
+    command = ["engine", "profile", tiny, "--device", "cpu", "--out", tmp_path / "shapes", "--target", "0.9", "--reference-ms", "1"]
+    code, out, err = call(capsys, *command, "--budget-s", "0.2")
+    assert code == 0 and "steps known within 90%" in out, err
+    first = len(open_run(tmp_path / "shapes").steps)
+    code, _, err = call(capsys, *command, "--budget-s", "3")
+    assert code == 0 and len(open_run(tmp_path / "shapes").steps) > first, err
+    code, _, err = call(capsys, "calibrate", tmp_path / "shapes", "--out", tmp_path / "fit.yaml")
+    assert code in (0, 2) and ("refused" in err) == (code == 2)
+    code, _, err = call(capsys, *command, "--reference-ms", "2")
+    assert code == 2 and "holds measurements of other facts" in err
