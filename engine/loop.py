@@ -134,7 +134,7 @@ class Loop:
         self._observer = observer
         self._on_tokens = on_tokens
         self._watchers: list[Callable[[int, float, str], None]] = []
-        self._decodes = Decodes(scheduler.pool, ahead=scheduler.max_in_flight > 1)
+        self._decodes = Decodes(scheduler.pool, ahead=scheduler.flight.limit > 1)
         self._flights: deque[_Flight] = deque()
         self._released: list[int] = []
         self._left: list[Left] = []
@@ -244,7 +244,7 @@ class Loop:
         """Plan and launch as many steps as may be in flight. Returns when the policy wants to be asked again if nothing is."""
         scheduler = self.scheduler
         ask_s = math.inf
-        while len(self._flights) < scheduler.max_in_flight and scheduler.has_work:
+        while len(self._flights) < scheduler.flight.limit and scheduler.has_work:
             plan = scheduler.schedule(now_s)
             for seq in plan.ended:
                 self._take_out(seq.request_id)
@@ -325,7 +325,7 @@ class Loop:
         tokens, decodes = output.tokens, flight.decodes
         rest = flight.completing
         gaps_s = []
-        if output.errors or flight.plan.withdrawn or (self.scheduler.max_in_flight > 1 and any(s.seq.state != DECODING for s in decodes)):
+        if output.errors or flight.plan.withdrawn or (self.scheduler.flight.limit > 1 and any(s.seq.state != DECODING for s in decodes)):
             rest = decodes + rest  # not all of them want a token, or get one
         else:
             gaps_s = [end_s - stream.token_s for stream in decodes]

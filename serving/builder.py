@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from serving.plan import BatchPlan
-from serving.sequence import PARKED, PREFILLING, Sequence
+from serving.sequence import PREFILLING, Sequence
 from serving.speculation import continue_speculating
 
 if TYPE_CHECKING:
@@ -54,14 +54,14 @@ class PlanBuilder:
     def begin(self, now_s: float) -> BatchPlan:
         """Start an empty plan."""
         scheduler = self.scheduler
-        if scheduler.in_flight:
+        if scheduler.flight.count:
             scheduler.drain_capped()
         self.now_s = now_s
         self.plan = plan = BatchPlan(scheduler, scheduler.steps, now_s, scheduler.clock)
         self.tokens_left = self._max_tokens
         self.seats_left = self._max_seqs - self.running.count
         self.waiting = scheduler.waiting_count
-        if scheduler.landed:
+        if scheduler.landing.arrived:
             self._seat_landed()
         self.decodes = scheduler.decoding
         return plan
@@ -156,7 +156,7 @@ class PlanBuilder:
         known = seq.request.prompt_tokens + seq.generated
         need = pool.blocks_for(known)
         if need > pool.total:
-            if scheduler.is_under_way(seq):
+            if scheduler.flight.may_end(seq):
                 return NO_BLOCKS
             heappop(scheduler.waiting)
             self.waiting -= 1
@@ -227,14 +227,10 @@ class PlanBuilder:
 
     def _seat_landed(self) -> None:
         """Seat the sequences whose KV has arrived from another replica, first come, first served: nothing is left to decide."""
-        scheduler, landed = self.scheduler, []
-        while scheduler.landed and self.seats_left > 0:
-            seq = scheduler.landed.popleft()
-            if seq.state != PARKED:
-                continue  # aborted meanwhile
-            scheduler.parked -= 1
+        landed = []
+        while self.seats_left > 0 and (seq := self.scheduler.landing.next_arrived()) is not None:
             self._take_seat(seq)
-            scheduler.join_decodes(seq)
+            self.scheduler.join_decodes(seq)
             landed.append(seq)
         self.plan.landed = landed
 
@@ -267,7 +263,7 @@ class PlanBuilder:
         a step in flight may have ended it already.
         """
         scheduler = self.scheduler
-        if self.running.count == 1 and not scheduler.in_flight and not self._fits_alone(seq):
+        if self.running.count == 1 and not scheduler.flight.count and not self._fits_alone(seq):
             scheduler.end_at_wall(seq, self.now_s)
             self.plan.ended = [*self.plan.ended, seq]
         else:

@@ -15,11 +15,13 @@ counters are settled when it leaves, so a step costs what changes in it, not wha
 from __future__ import annotations
 
 import math
-from collections import deque
 from heapq import heappop, heappush
 
 from serving.builder import PlanBuilder
+from serving.checks import check_scheduler
+from serving.in_flight import InFlight
 from serving.kv_pool import KVPool
+from serving.landing import Landing
 from serving.plan import BatchPlan, Outcome, StepResult
 from serving.policies import Policies
 from serving.request import Request
@@ -46,9 +48,9 @@ class Scheduler:
             raise ValueError("with speculation the next step needs this one's tokens: only one plan can be in flight")
         self.pool = pool
         self.policies = policies
-        self.max_in_flight = max_in_flight
+        self.flight = InFlight(max_in_flight)
+        self.landing = Landing(self)
         self.steps = 0
-        self.in_flight = 0
         self.preemptions = 0
         self.submitted = 0
         self.admissions = 0
@@ -65,11 +67,8 @@ class Scheduler:
         self.phases = [0] * pool.block_tokens  # decoding sequences by the clock at which they next need a block
         self.now_s = -math.inf
         self._live: dict[int, Sequence] = {}
-        self._plans: list[BatchPlan] = []  # in flight, the oldest first
-        self.landed: deque[Sequence] = deque()  # sequences whose KV has arrived and that wait for a seat
-        self.parked = 0  # sequences that hold pages but no seat
         self._capped: list[tuple[int, int, int, Sequence]] = []  # when each decode will have all the tokens it may generate
-        self._speculates = policies.speculation is not None
+        self.speculates = policies.speculation is not None
         self._builder = PlanBuilder(self)
         self._observers = policies.observers()
 
@@ -81,14 +80,18 @@ class Scheduler:
         refusal = self.policies.admission.admit(request, self)
         if refusal is not None:
             return refusal
+        named = self.pool.prefix_caching and (request.prefix_hashes or request.generated_hash_seed is not None)
+        seq = self.enter(request, request.prefix_hashes if named else None, now_s)
+        self._enqueue(seq)
+        return seq
+
+    def enter(self, request: Request, keys: tuple | None, now_s: float) -> Sequence:
+        """Make the sequence of a request that is here from now on. Raises ValueError when its id is here already."""
         if request.request_id in self._live:
             raise ValueError(f"request {request.request_id} is here already")
+        self.now_s = now_s
         self.submitted += 1
-        named = self.pool.prefix_caching and (request.prefix_hashes or request.generated_hash_seed is not None)
-        keys = request.prefix_hashes if named else None
-        seq = Sequence(request, self.policies.ordering.key(request, self), keys, self.pool.root)
-        self._live[request.request_id] = seq
-        self._enqueue(seq)
+        seq = self._live[request.request_id] = Sequence(request, self.policies.ordering.key(request, self), keys, self.pool.root)
         return seq
 
     def _enqueue(self, seq: Sequence) -> None:
@@ -102,85 +105,19 @@ class Scheduler:
         seq = self._live.get(request_id)
         if seq is None:
             return None
-        undelivered = self._withdraw(seq)
+        undelivered = self.flight.withdraw(seq)
         if seq.state == WAITING:
             self.waiting_count -= 1
         else:
             if seq.state == PARKED:
-                self.parked -= 1
+                self.landing.parked -= 1
             else:
                 self.leave(seq, self.clock)
                 self._publish_all(seq)
             self.pool.release(seq)
         seq.generated -= undelivered
-        self._end(seq, now_s, "aborted")
+        self.end(seq, now_s, "aborted")
         return seq
-
-    def _withdraw(self, seq: Sequence) -> int:
-        """Note in the plans in flight that nobody waits for the tokens of ``seq`` any more; returns how many those are."""
-        tokens = 0
-        for plan in self._plans:
-            if seq in plan.completing:
-                plan.completing.remove(seq)
-                tokens += 1
-            elif seq in plan.departed or self._decodes_in(plan, seq):
-                plan.withdrawn += 1
-                tokens += 1
-        return tokens
-
-    def _decodes_in(self, plan: BatchPlan, seq: Sequence) -> bool:
-        return bool(plan.decodes) and seq.state == DECODING and seq.entry_clock < plan.clock
-
-    def is_under_way(self, seq: Sequence) -> bool:
-        """Whether waiting ``seq`` was evicted while a plan still in flight produces its next token, which may be its last."""
-        return any(seq in plan.departed or seq in plan.completing for plan in self._plans)
-
-    def _depart(self, seq: Sequence) -> None:
-        """Note in the plans in flight that ``seq``, which decodes in them, no longer will when their results come."""
-        for plan in self._plans:
-            if self._decodes_in(plan, seq):
-                plan.departed = [*plan.departed, seq]
-
-    # -- KV that comes from or goes to another replica --------------------------------------------------------------------
-
-    def reserve(self, request: Request, generated: int, now_s: float) -> Sequence | None:
-        """Set pages aside for a request whose KV (of its prompt) will be copied here; None when they are not free now.
-
-        What the prefix cache holds of the prompt is shared: ``computed - shared_blocks * block_tokens`` tokens remain to be copied.
-        """
-        self.now_s = now_s
-        keys = request.prefix_hashes if request.prefix_hashes and self.pool.prefix_caching else None
-        need = self.pool.blocks_for(request.prompt_tokens)
-        hit = self.pool.match(keys, request.prompt_tokens // self.pool.block_tokens) if keys is not None else None
-        if need + (hit.idle_blocks - hit.blocks if hit is not None else 0) > self.pool.free:
-            return None
-        self.submitted += 1
-        seq = Sequence(request, self.policies.ordering.key(request, self), keys, self.pool.root)
-        seq.state = PARKED
-        seq.generated = generated
-        if hit is not None and hit.blocks:
-            self.pool.share(seq, hit)
-        self.pool.take(need - seq.shared_blocks)
-        seq.computed = request.prompt_tokens
-        self._live[request.request_id] = seq
-        self.parked += 1
-        return seq
-
-    def land(self, seq: Sequence) -> None:
-        """The KV of reserved ``seq`` has arrived: it decodes as soon as there is a seat."""
-        if seq.state == PARKED:
-            if seq.keys is not None:
-                full = min(seq.computed // self.pool.block_tokens, len(seq.keys))
-                if full > seq.shared_blocks:
-                    self.pool.publish(seq, seq.keys[seq.shared_blocks : full])
-            self.landed.append(seq)
-
-    def release_parked(self, seq: Sequence, now_s: float) -> None:
-        """The KV of ``seq`` has been copied out: its pages are free (their content stays cached) and it is gone from here."""
-        if seq.state == PARKED:
-            self.parked -= 1
-            self.pool.release(seq)
-            self._end(seq, now_s, "handed_over")
 
     def cached_tokens(self, request: Request) -> int:
         """Prompt tokens of ``request`` that the prefix cache holds now (for ordering and routing policies)."""
@@ -193,8 +130,9 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> BatchPlan:
         """Plan the next step. An empty plan means that there is nothing to do before ``plan.ask_again_s`` or an arrival."""
-        if self.in_flight >= self.max_in_flight:
-            raise RuntimeError(f"{self.in_flight} plans are in flight already; commit one first")
+        flight = self.flight
+        if flight.count >= flight.limit:
+            raise RuntimeError(f"{flight.count} plans are in flight already; commit one first")
         self.now_s = now_s
         builder = self._builder
         earlier = None
@@ -207,21 +145,20 @@ class Scheduler:
                 plan.landed = [*earlier.landed, *plan.landed]
                 plan.valid_until_s = -1.0
             if plan.chunks or plan.decodes:
-                self._plans.append(plan)
-                self.in_flight += 1
+                flight.add(plan)
                 self.steps += 1
                 return plan
             made_room = len(plan.preempted) + len(plan.ended)
             if made_room > (0 if earlier is None else len(earlier.preempted) + len(earlier.ended)):
-                if self.in_flight:
+                if flight.count:
                     return plan  # what is in flight may have been the last of those who gave way: wait for it
                 earlier = plan  # it only made room: plan again with it, and answer for both
                 continue
-            if self.running.count and not self.in_flight:
+            if self.running.count and not flight.count:
                 raise BrokenPolicyError(
                     f"batching policy {type(self.policies.batching).__name__}, step {plan.step}: sequences run but the plan is empty"
                 )
-            if self.waiting_count and not self.in_flight and not self.parked and not plan.ask_again_s > now_s:
+            if self.waiting_count and not flight.count and not self.landing.parked and not plan.ask_again_s > now_s:
                 raise BrokenPolicyError(
                     f"batching policy {type(self.policies.batching).__name__}, step {plan.step}: an empty plan with requests queued must "
                     "say when to ask again"
@@ -262,9 +199,7 @@ class Scheduler:
 
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
         """Take in the result of the oldest plan in flight: cache entries, first tokens, finishes (in the order given)."""
-        if not self._plans or self._plans.pop(0) is not plan:
-            raise RuntimeError(f"plan {plan.step} is not the oldest in flight")
-        self.in_flight -= 1
+        self.flight.take(plan)
         end_s = result.end_s
         if plan.chunks:
             self._publish_chunks(plan)
@@ -290,11 +225,10 @@ class Scheduler:
                 if seq.keys is not None:
                     self._publish_all(seq)
                 if reason == HAND_OVER:
-                    seq.state = PARKED
-                    self.parked += 1
+                    self.landing.park(seq)
                     continue
                 self.pool.release(seq)
-            self._end(seq, end_s, reason)
+            self.end(seq, end_s, reason)
 
     def _publish_chunks(self, plan: BatchPlan) -> None:
         for seq, (new, before) in zip(plan.prefills, plan.chunks):
@@ -320,11 +254,11 @@ class Scheduler:
         """Add ``seq``, all of whose KV but the latest token's is there, to the decodes that the next continuation serves."""
         seq.state = DECODING
         seq.entry_clock = clock = self.clock
-        if not self._speculates:
+        if not self.speculates:
             self.phases[(clock - seq.computed) % self.pool.block_tokens] += 1
         self.decoding += 1
         self.context += seq.computed
-        if self.max_in_flight > 1:
+        if self.flight.limit > 1:
             last_clock = clock + seq.request.max_output_tokens - seq.generated
             heappush(self._capped, (last_clock, seq.request_id, seq.preemptions, seq))
 
@@ -334,17 +268,17 @@ class Scheduler:
         while capped and capped[0][0] <= self.clock:
             _, _, preemptions, seq = heappop(capped)
             if seq.preemptions == preemptions and seq.state == DECODING:
-                self._depart(seq)
+                self.flight.depart(seq)
                 self._stop_decoding(seq)
                 seq.state = DRAINING
 
     def computed_at(self, seq: Sequence, clock: int) -> int:
         """KV entries of decoding ``seq`` once the decode step numbered ``clock`` has run."""
-        return seq.computed if self._speculates else seq.computed + clock - seq.entry_clock
+        return seq.computed if self.speculates else seq.computed + clock - seq.entry_clock
 
     def settle(self, seq: Sequence) -> None:
         """Bring the counters of a decoding sequence up to the decode clock."""
-        if self._speculates:
+        if self.speculates:
             return
         elapsed = self.clock - seq.entry_clock
         seq.computed += elapsed
@@ -359,24 +293,24 @@ class Scheduler:
         if seq.state == DECODING:
             ahead = self.clock - max(committed_clock, seq.entry_clock)
             self._stop_decoding(seq)
-            if not self._speculates:
+            if not self.speculates:
                 seq.generated -= ahead
         elif seq.state == PREFILLING:
             self.partials.remove(seq)
 
     def _stop_decoding(self, seq: Sequence) -> None:
-        under_way = sum(self._decodes_in(plan, seq) for plan in self._plans) if self._plans else 0
+        under_way = self.flight.tokens_of(seq) if self.flight.count else 0
         if self.decoded_s > seq.token_s and self.clock - seq.entry_clock > under_way:
             seq.token_s = self.decoded_s
         self.settle(seq)
-        if not self._speculates:
+        if not self.speculates:
             self.phases[(self.clock - seq.computed) % self.pool.block_tokens] -= 1
         self.decoding -= 1
         self.context -= seq.computed
 
     def preempt(self, seq: Sequence) -> None:
         """Evict a running sequence: its pages are released (their content stays cached), it waits to be recomputed."""
-        self._depart(seq)
+        self.flight.depart(seq)
         self.leave(seq, self.clock)
         if self.pool.prefix_caching:
             if seq.keys is None and seq.computed >= self.pool.block_tokens:
@@ -398,7 +332,7 @@ class Scheduler:
         else:
             self.leave(seq, self.clock)
             self.pool.release(seq)
-        self._end(seq, now_s, "kv_capacity")
+        self.end(seq, now_s, "kv_capacity")
 
     def _publish_all(self, seq: Sequence) -> None:
         """Cache every full block that ``seq`` has computed, generated ones included; extends its keys to name them."""
@@ -412,7 +346,8 @@ class Scheduler:
         if full > seq.shared_blocks:
             self.pool.publish(seq, keys[seq.shared_blocks : full])
 
-    def _end(self, seq: Sequence, now_s: float, status: str) -> None:
+    def end(self, seq: Sequence, now_s: float, status: str) -> None:
+        """``seq``, which holds nothing any more, is gone; tell the policies that learn."""
         seq.state = ENDED
         del self._live[seq.request_id]
         if self._observers:
@@ -429,7 +364,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether anything waits or runs."""
-        return bool(self.waiting_count or self.running.count or self.landed)
+        return bool(self.waiting_count or self.running.count or self.landing.arrived)
 
     def live(self) -> list[Sequence]:
         """Every sequence that is here, in order of submission."""
@@ -454,16 +389,4 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless the aggregate, the queues and the pool agree with the sequences."""
-        decoding = [(seq, self.computed_at(seq, self.clock)) for seq in self.running if seq.state == DECODING]
-        assert len(decoding) == self.decoding
-        assert self.context == sum(computed for _, computed in decoding)
-        phases = [0] * self.pool.block_tokens
-        for _, computed in () if self._speculates else decoding:
-            phases[(self.clock - computed) % self.pool.block_tokens] += 1
-        assert phases == self.phases
-        assert sorted(id(s) for s in self.partials) == sorted(id(s) for s in self.running if s.state == PREFILLING)
-        assert self.waiting_count == sum(seq.state == WAITING for seq in self._live.values())
-        parked = [seq for seq in self._live.values() if seq.state == PARKED]
-        assert len(parked) == self.parked
-        assert len(self._live) == self.waiting_count + len(self.running) + self.parked
-        self.pool.check((seq, self.running.computed(seq)) for seq in [*self.running, *parked])
+        check_scheduler(self)

@@ -10,7 +10,8 @@ import numpy as np
 import simpy
 
 from serving.policies.protocols import Routing
-from serving.request import Request
+from serving.request import Arrival, Request
+from serving.scheduler import Scheduler
 from sim.delivery import Delivery
 from sim.environment import PLAN, STEP_END, Environment
 from sim.replica import Replica
@@ -26,6 +27,7 @@ class FleetSignals:
         self.now_s = 0.0
         self.outstanding_tokens: list[int] | np.ndarray = [0] * replicas if replicas < _LIST_BELOW else np.zeros(replicas, np.int64)
         self._read = [0] * replicas
+        self.taking = [True] * replicas
         self.delivery: Delivery | None = None
 
     def distance_s(self, replica: int) -> float:
@@ -43,7 +45,7 @@ class FleetSignals:
 
     def online(self, replica: int) -> bool:
         """Whether the replica takes requests."""
-        return self.outstanding_tokens[replica] < OFFLINE
+        return self.taking[replica]
 
     def read(self, replicas: list[Replica]) -> None:
         """Take in the requests that have left each replica."""
@@ -80,14 +82,25 @@ class Cluster:
         self.on_armed: Callable[[Replica], None] | None = None  # called when a replica may have come into service or gone out of it
 
     @property
+    def online(self) -> int:
+        """Replicas that take requests."""
+        return self._online
+
+    @property
     def held(self) -> int:
         """Requests that wait for a replica to take them."""
         return len(self._held)
+
+    @property
+    def held_tokens(self) -> int:
+        """Their prompt tokens."""
+        return sum(request.prompt_tokens for request, _ in self._held)
 
     def set_online(self, index: int, online: bool) -> None:
         """Let a replica take requests, or keep new ones from it; those that were held go out as soon as there is a taker."""
         if self.signals.online(index) == online:
             return
+        self.signals.taking[index] = online
         self.signals.outstanding_tokens[index] += -OFFLINE if online else OFFLINE
         self._online += 1 if online else -1
         while self._held and self._online:
@@ -123,6 +136,32 @@ class Cluster:
         """Route a request again that a replica has lost; it keeps the time of its arrival."""
         return self._dispatch(request, output_tokens)
 
+    def refuse(self, request: Request, limit: str) -> int:
+        """Turn an arriving request away at ``limit``, in the name of the replica that would have had it; returns its index."""
+        self.arrived += 1
+        self.arrivals_end_s = self.env.now
+        index = self.choose(request, self.env.now)
+        self.replicas[index].refuse(request, self.env.now, limit)
+        return index
+
+    def lose(self, index: int, scheduler: Scheduler) -> list[Arrival]:
+        """A replica's process is gone and starts over with an empty ``scheduler``; returns the requests that it held."""
+        self.settle_signals()
+        replica = self.replicas[index]
+        self.set_online(index, False)
+        lost = replica.lose(scheduler, self.env.now)
+        self.arm(replica)
+        return lost
+
+    def settle_signals(self) -> None:
+        """Read the router's signals if they are due: what happens at this instant must not show in an earlier reading."""
+        if self.env.now >= self._next_read_s:
+            self._read_latest(self.env.now)
+
+    def fail(self, request_id: int) -> None:
+        """Tell whoever waits for a request that it has failed for good."""
+        self._tell(request_id, self.env.now, "error")
+
     def _dispatch(self, request: Request, output_tokens: int) -> int:
         if not self._online:
             self._held.append((request, output_tokens))
@@ -143,7 +182,8 @@ class Cluster:
     def delivered(self, request: Request, output_tokens: int, index: int) -> None:
         """The tokens of a request have reached its replica; if that takes none any more, it is routed again."""
         if not self.signals.online(index):
-            self.signals.outstanding_tokens[index] -= request.prompt_tokens
+            if len(self.replicas) > 1:
+                self.signals.outstanding_tokens[index] -= request.prompt_tokens
             self._dispatch(request, output_tokens)
             return
         self.replicas[index].submit(request, output_tokens, self.env.now)
@@ -191,8 +231,7 @@ class Cluster:
 
     def abort(self, request_id: int, replica: int) -> bool:
         """Drop a request that was routed to ``replica``; False when it has left already."""
-        if self.env.now >= self._next_read_s:
-            self._read_latest(self.env.now)
+        self.settle_signals()
         if self.signals.delivery is not None:
             self.signals.delivery.abandon(request_id)
         gone = self.replicas[replica].abort(request_id, self.env.now)
@@ -240,8 +279,7 @@ class _Wake:
     def __call__(self, event: simpy.Event) -> None:
         cluster, replica = self.cluster, self.replica
         if cluster._armed[replica.index] is self.target:
-            if cluster.env.now >= cluster._next_read_s:
-                cluster._read_latest(cluster.env.now)
+            cluster.settle_signals()
             cluster._armed[replica.index] = (math.inf, False)
             replica.wake(self.target[0])
             cluster.arm(replica)

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from serving.request import Request
+from serving.request import Arrival, Request
+from serving.scheduler import Scheduler
 from serving.sequence import PARKED, Sequence
 from sim.cluster import Cluster
 from sim.environment import Environment
+from sim.flows import Flow
 from sim.network import Network
 from sim.replica import Replica
 
@@ -23,16 +25,16 @@ from sim.replica import Replica
 class HandOver:
     """One request on its way from a prefill replica to a decode replica."""
 
-    __slots__ = ("asked_s", "decode", "flows_left", "landing", "output_tokens", "parked", "prefill", "started_s")
+    __slots__ = ("asked_s", "decode", "flows", "flows_left", "landing", "output_tokens", "parked", "prefill", "started_s")
 
-    def __init__(self, prefill: Replica, parked: Sequence, decode: Replica, output_tokens: int, now_s: float) -> None:
+    def __init__(self, prefill: Replica, parked: Sequence, output_tokens: int) -> None:
         self.prefill = prefill
         self.parked = parked
-        self.decode = decode
         self.output_tokens = output_tokens
-        self.asked_s = now_s
-        self.started_s = now_s
+        self.decode: Replica | None = None  # none takes it yet
+        self.asked_s = self.started_s = 0.0
         self.landing: Sequence | None = None
+        self.flows: list[Flow] = []
         self.flows_left = 0
 
 
@@ -57,6 +59,8 @@ class Disaggregated:
         self._kv_bytes_per_token = kv_bytes_per_token
         self._output_tokens: dict[int, int] = {}
         self._waiting: list[deque[HandOver]] = [deque() for _ in decode.replicas]
+        self._crossing: dict[int, HandOver] = {}  # by request, in the order in which their copies began
+        self._homeless: deque[HandOver] = deque()  # no decode replica takes requests
         self._short: dict[int, None] = {}  # decode replicas that have no pages for the first in their queue
         for replica in prefill.replicas:
             replica.goes_on = self._goes_on
@@ -84,7 +88,8 @@ class Disaggregated:
     @property
     def in_flight(self) -> int:
         """Requests that have arrived and not left: in either pool, or on their way between them."""
-        on_the_way = sum(replica.scheduler.parked for replica in self.decode.replicas) + sum(len(queue) for queue in self._waiting)
+        landing = sum(replica.scheduler.landing.parked for replica in self.decode.replicas)
+        on_the_way = landing + sum(len(queue) for queue in self._waiting) + len(self._homeless)
         return self.prefill.in_flight + on_the_way + self.decode.in_flight
 
     @property
@@ -94,12 +99,42 @@ class Disaggregated:
 
     def submit(self, request: Request, output_tokens: int) -> int:
         """Route a request to a prefill replica now; what the decode pool could never hold is refused."""
-        self._output_tokens[request.request_id] = min(output_tokens, request.max_output_tokens)
         pool = self.decode.replicas[0].scheduler.pool
         if pool.blocks_for(request.prompt_tokens + 1) > pool.total:
-            self.prefill.replicas[0].refuse(request, self.env.now, "kv_capacity")
-            return 0
+            return self.prefill.refuse(request, "kv_capacity")
+        self._output_tokens[request.request_id] = min(output_tokens, request.max_output_tokens)
         return self.prefill.submit(request, 1)
+
+    def resubmit(self, request: Request, output_tokens: int) -> int:
+        """Route a request again that a replica has lost, to begin with its prompt; it keeps the time of its arrival."""
+        self._output_tokens[request.request_id] = output_tokens
+        return self.prefill.resubmit(request, 1)
+
+    def fail(self, request_id: int) -> None:
+        """Tell whoever waits for a request that it has failed for good."""
+        self.prefill.fail(request_id)
+
+    @property
+    def held(self) -> int:
+        """Requests that wait for a replica to take them, in either pool."""
+        return self.prefill.held + len(self._homeless)
+
+    def arm(self, replica: Replica) -> None:
+        """Put the replica's next wake on the event queue."""
+        self._pool_of(replica.label)[0].arm(replica)
+
+    def settle_signals(self) -> None:
+        """Read the routers' signals if they are due."""
+        self.prefill.settle_signals()
+        self.decode.settle_signals()
+
+    def watch(self) -> None:
+        """Everything happens at its own time here anyway."""
+
+    def _pool_of(self, position: int) -> tuple[Cluster, int]:
+        """The pool of the replica at ``position`` of ``replicas``, and its index there."""
+        first = len(self.prefill.replicas)
+        return (self.prefill, position) if position < first else (self.decode, position - first)
 
     def on_outcome(self, watcher: Callable[[int, float, str], None]) -> None:
         """Call ``watcher(request_id, time_s, status)`` when a request leaves the fleet, at that time and in order of time."""
@@ -119,9 +154,14 @@ class Disaggregated:
 
     def _hand_over(self, replica: Replica, seq: Sequence, now_s: float) -> None:
         """``seq`` has its first token on a prefill replica: choose where it decodes and ask for pages there."""
-        output_tokens = self._output_tokens.pop(seq.request_id)
-        decode = self.decode.replicas[self.decode.choose(seq.request, now_s)]
-        hand_over = HandOver(replica, seq, decode, output_tokens, now_s)
+        self._ask(HandOver(replica, seq, self._output_tokens.pop(seq.request_id)), now_s)
+
+    def _ask(self, hand_over: HandOver, now_s: float) -> None:
+        if not self.decode.online:
+            self._homeless.append(hand_over)
+            return
+        hand_over.decode = decode = self.decode.replicas[self.decode.choose(hand_over.parked.request, now_s)]
+        hand_over.asked_s = now_s
         queue = self._waiting[decode.index]
         queue.append(hand_over)
         if len(queue) == 1:
@@ -158,15 +198,18 @@ class Disaggregated:
         self.transfers += 1
         self.transferred_bytes += size_bytes
         hand_over.flows_left = lanes
-        for lane in range(lanes):
-            source, target = sources[lane % len(sources)], targets[lane % len(targets)]
-            self.network.start(source, target, size_bytes / lanes, lambda flow: self._lane_done(hand_over))
+        self._crossing[parked.request_id] = hand_over
+        hand_over.flows = [
+            self.network.start(sources[lane % len(sources)], targets[lane % len(targets)], size_bytes / lanes, lambda flow: self._lane_done(hand_over))
+            for lane in range(lanes)
+        ]
 
     def _lane_done(self, hand_over: HandOver) -> None:
         hand_over.flows_left -= 1
         if hand_over.flows_left:
             return
         now_s = self.env.now
+        del self._crossing[hand_over.parked.request_id]
         self.transfer_s += now_s - hand_over.started_s
         hand_over.prefill.release_parked(hand_over.parked, now_s)
         self.prefill.arm(hand_over.prefill)
@@ -175,5 +218,82 @@ class Disaggregated:
 
     def _decode_outcome(self, request_id: int, time_s: float, status: str) -> None:
         """Pages came free somewhere in the decode pool."""
+        self._serve_short()
+
+    def _serve_short(self) -> None:
         for index in list(self._short):
             self._serve(self.decode.replicas[index])
+
+    # -- faults ---------------------------------------------------------------------------------------------------------
+
+    def know_routes(self) -> None:
+        """Ask for every route that pages may take, so that links can be named before the first transfer."""
+        for prefill in self.prefill.replicas:
+            for decode in self.decode.replicas:
+                sources, targets = self._gpus_of(prefill), self._gpus_of(decode)
+                for lane in range(max(len(sources), len(targets))):
+                    self.network.graph.route(sources[lane % len(sources)], targets[lane % len(targets)])
+
+    def set_online(self, position: int, online: bool) -> None:
+        """Let a replica take requests or hand-overs, or keep new ones from it."""
+        pool, index = self._pool_of(position)
+        pool.set_online(index, online)
+        while self._homeless and self.decode.online:
+            self._ask(self._homeless.popleft(), self.env.now)
+
+    def lose(self, position: int, scheduler: Scheduler) -> list[Arrival]:
+        """A replica's process is gone and starts over with an empty ``scheduler``; returns the requests that must begin again.
+
+        A prompt that waits on a prefill replica for room elsewhere is lost with that replica, and only with that one.
+        """
+        pool, index = self._pool_of(position)
+        return self._lose_prefill(index, scheduler) if pool is self.prefill else self._lose_decode(index, scheduler)
+
+    def _lose_prefill(self, index: int, scheduler: Scheduler) -> list[Arrival]:
+        replica, now_s = self.prefill.replicas[index], self.env.now
+        output_tokens: dict[int, int] = {}
+        for hand_over in [each for each in self._crossing.values() if each.prefill is replica]:
+            self._stop_copy(hand_over)
+            hand_over.decode.release_parked(hand_over.landing, now_s)
+            self.decode.arm(hand_over.decode)
+            output_tokens[hand_over.parked.request_id] = hand_over.output_tokens
+        for queue in (*self._waiting, self._homeless):
+            for hand_over in [each for each in queue if each.prefill is replica]:
+                queue.remove(hand_over)
+                self._unask(hand_over)
+                output_tokens[hand_over.parked.request_id] = hand_over.output_tokens
+        lost = self.prefill.lose(index, scheduler)
+        self._serve_short()
+        return [
+            Arrival(request, output_tokens[request.request_id] if request.request_id in output_tokens else self._output_tokens.pop(request.request_id))
+            for request, _ in lost
+        ]
+
+    def _lose_decode(self, index: int, scheduler: Scheduler) -> list[Arrival]:
+        replica = self.decode.replicas[index]
+        moving = [each for each in self._crossing.values() if each.decode is replica]
+        for hand_over in moving:
+            self._stop_copy(hand_over)
+        waiting = list(self._waiting[index])
+        self._waiting[index].clear()
+        self._short.pop(index, None)
+        for hand_over in waiting:
+            self._unask(hand_over)
+        lost = self.decode.lose(index, scheduler)
+        for hand_over in (*moving, *waiting):  # their pages are still where they were computed
+            self._ask(hand_over, self.env.now)
+        return [arrival for arrival in lost if arrival.output_tokens]
+
+    def _unask(self, hand_over: HandOver) -> None:
+        """The chosen decode replica is not to have it after all."""
+        if hand_over.decode is not None:
+            hand_over.decode.finished_prompt_tokens += hand_over.parked.request.prompt_tokens
+            hand_over.decode = None
+
+    def _stop_copy(self, hand_over: HandOver) -> None:
+        now_s = self.env.now
+        del self._crossing[hand_over.parked.request_id]
+        self.transfer_s += now_s - hand_over.started_s
+        for flow in hand_over.flows:
+            self.transferred_bytes -= flow.bytes - self.network.moved_bytes(flow)
+            self.network.cancel(flow)

@@ -22,6 +22,7 @@ from serving.plan import BatchPlan, StepResult, StepShape
 from serving.request import Arrival, Request
 from serving.scheduler import HAND_OVER, BrokenPolicyError, Scheduler
 from serving.sequence import DECODING, Sequence
+from sim.accounts import PageAccount, TokenGaps
 from sim.drafts import DraftAccount
 from sim.oracle import Oracle
 
@@ -70,8 +71,8 @@ class Replica:
         self.next_s = math.inf  # the next instant at which advance() has something to do
         self.finished_prompt_tokens = 0  # of requests that left; whoever reads it keeps its own last reading
         self.idle_s = 0.0
-        self.kv_block_seconds = 0.0
-        self.kv_max_blocks = 0
+        self.pages = PageAccount()
+        self.gaps = TokenGaps(metrics)
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.runs = 0  # plans priced, a run of many steps counting once
@@ -82,7 +83,7 @@ class Replica:
         self._price_run = latency.run_s
         self._metrics = metrics
         self._rows = metrics.finish
-        self._pipelined = scheduler.max_in_flight > 1
+        self._pipelined = scheduler.flight.limit > 1
         self._stepwise = stepwise or self._pipelined or (recording is not None and recording.every_step)
         self._audit = audit
         self._audit_share = audit_share
@@ -91,15 +92,10 @@ class Replica:
         self._plan: BatchPlan | None = None
         self._queued: BatchPlan | None = None  # planned ahead of the one in flight, when plans are pipelined
         self._queued_s = 0.0  # what that plan costs
-        self._lost_decodes = 0  # decodes of the queued plan whose sequences ended before it ran
         self._run_start_s = 0.0
         self._ends: list[float] = []
         self._durations: list[float] = []
-        self._used_blocks = 0  # in the latest step accounted for
-        self._accounted = 0  # steps of the run in flight that are in the accounts
         self._latest_duration_s = 1.0  # a guess at the next step's, to choose how far to look ahead
-        self._fresh: dict[Sequence, None] = {}  # sequences whose latest token came after the latest decode step, from their prefill
-        self._gave_up: list[Sequence] = []  # aborted while the step in flight decodes them: its tokens reach nobody
         self._promised: tuple[BatchPlan, int] | None = None
 
     # -- requests -------------------------------------------------------------------------------------------------------
@@ -120,19 +116,19 @@ class Replica:
     def reserve(self, request: Request, generated: int, now_s: float) -> Sequence | None:
         """Set pages aside for a request whose KV will be copied here; None when they are not free now."""
         self._catch_up(now_s)
-        return self.scheduler.reserve(request, generated, now_s)
+        return self.scheduler.landing.reserve(request, generated, now_s)
 
     def land(self, seq: Sequence, output_tokens: int, now_s: float) -> None:
         """The KV of reserved ``seq`` has arrived; it goes on until ``output_tokens`` are generated, those before included."""
         self._catch_up(now_s)
         self.oracle.expect(seq.request_id, min(output_tokens, seq.request.max_output_tokens))
-        self.scheduler.land(seq)
+        self.scheduler.landing.land(seq)
 
     def release_parked(self, seq: Sequence, now_s: float) -> None:
         """The KV of ``seq`` has been copied out of here."""
         self._catch_up(now_s)
         self.finished_prompt_tokens += seq.request.prompt_tokens
-        self.scheduler.release_parked(seq, now_s)
+        self.scheduler.landing.release(seq, now_s)
 
     def abort(self, request_id: int, now_s: float) -> bool:
         """Drop a request in whatever state it is; False when it is not here any more."""
@@ -142,10 +138,7 @@ class Replica:
         seq = self.scheduler.abort(request_id, now_s)
         if seq is None:
             return False
-        if plan is not None and plan.withdrawn > withdrawn:
-            self._gave_up.append(seq)
-        else:
-            self._fresh.pop(seq, None)
+        self.gaps.aborted(seq, plan is not None and plan.withdrawn > withdrawn)
         if self.recording is not None:
             self.recording.aborted(self.label, request_id)
         self.oracle.forget(request_id)
@@ -173,21 +166,38 @@ class Replica:
             self.next_s = self._ends[-1]
 
     def lose(self, scheduler: Scheduler, now_s: float) -> list[Arrival]:
-        """The process is gone with all it held and starts over with an empty ``scheduler``; returns the requests that were here."""
+        """The process is gone with all it held and starts over with an empty ``scheduler``; returns the requests that were here.
+
+        A request whose KV was being copied comes back with 0 output tokens: its length is known to whoever has it copied.
+        """
         self._catch_up(now_s)
+        if self._plan is not None:
+            self._salvage(self._plan, now_s)
         lost = [Arrival(seq.request, self.oracle.output_tokens(seq.request_id)) for seq in self.scheduler.live()]
         self.finished_prompt_tokens += sum(request.prompt_tokens for request, _ in lost)
         self._earlier_steps += self.scheduler.steps
         self._earlier_preemptions += self.scheduler.preemptions
         self.scheduler, self.oracle = scheduler, Oracle(self._acceptance, self._draft_rng)
         self._plan = self._queued = self._promised = None
-        self._fresh.clear()
-        self._gave_up.clear()
-        self.last_end_s = now_s
+        self.gaps.clear()
+        self.last_end_s = max(self.last_end_s, now_s) if lost else self.last_end_s
         if self._idle_from_s == math.inf:
             self._idle_from_s = now_s
         self._start_s = self.next_s = math.inf
         return lost
+
+    def _salvage(self, plan: BatchPlan, now_s: float) -> None:
+        """The steps of the run in flight that ended before ``now_s`` gave their tokens to somebody; the one being executed gives none."""
+        done = bisect_left(self._ends, now_s)
+        if not done:
+            return
+        durations, ends = self._durations[:done], self._ends[:done]
+        plan.withdrawn = 0  # who gave up did so in the step that is lost
+        self.gaps.decoded(plan, self.scheduler.decoded_s, self._run_start_s, durations, ends)
+        self.last_end_s = ends[-1]
+        if self.recording is not None:
+            plan.steps = done
+            self.recording.step(self.label, plan, self._run_start_s, ends[-1], self.pages.used_blocks, [])
 
     @property
     def steps(self) -> int:
@@ -211,7 +221,7 @@ class Replica:
             begun = bisect_left(self._ends, now_s) + 1
             del self._ends[begun:], self._durations[begun:]
             self.next_s = self._ends[-1]
-            self._apply()
+            self._apply(executing=True)
 
     # -- time -----------------------------------------------------------------------------------------------------------
 
@@ -270,8 +280,7 @@ class Replica:
             self._queued_s = 0.0 if following.empty else self._price(following)
         self._plan = plan
         self._run_start_s = start_s
-        self._used_blocks = scheduler.pool.total - scheduler.pool.free
-        self._accounted = 0
+        self.pages.begin(scheduler.pool.total - scheduler.pool.free)
         self.runs += 1
         if plan.valid_until_s > start_s and not self._stepwise:
             self._price_steps(plan, start_s, until_s)
@@ -291,7 +300,7 @@ class Replica:
         if plan.landed:
             for seq in plan.landed:
                 self.oracle.joined(seq)
-            self._fresh.update(dict.fromkeys(plan.landed))  # their latest token came from elsewhere, at their own token_s
+            self.gaps.fresh(plan.landed)
         if plan.admitted:
             for seq, (_, cached) in zip(plan.prefills, plan.chunks):
                 if seq in plan.admitted:
@@ -326,10 +335,12 @@ class Replica:
             keep = bisect_left(ends, plan.valid_until_s) + 1  # a step counts by when it starts
             del ends[keep:], durations[keep:]
 
-    def _apply(self) -> None:
-        """Account for the steps of the run in flight and let the scheduler take blocks for all of them."""
+    def _apply(self, executing: bool = False) -> None:
+        """Account for the steps of the run in flight (but not yet for the last if that is ``executing``: it may still be stalled
+        or lost) and let the scheduler take blocks for all of them.
+        """
         plan, steps = self._plan, len(self._ends)
-        self._account(plan)
+        self.pages.add(self.scheduler, plan, self._durations, steps - executing)
         if steps > plan.steps:
             self.scheduler.extend(plan, steps - plan.steps)
 
@@ -342,13 +353,13 @@ class Replica:
         scheduler = self.scheduler
         end_s = ends[-1]
         self._latest_duration_s = durations[-1]
+        gaps = self.gaps
         if plan.decodes:
-            self._token_gaps(plan, durations, ends)
+            gaps.decoded(plan, scheduler.decoded_s, self._run_start_s, durations, ends)
         elif plan.completing:
-            self._fresh.update(dict.fromkeys(plan.completing))
-        for seq in plan.completing:
-            if seq.token_s == seq.token_s:  # recomputed after a preemption: its clients saw a long gap
-                self._metrics.itl([end_s - seq.token_s], [1], [end_s])
+            gaps.fresh(plan.completing)
+        if plan.completing:
+            gaps.recomputed(plan.completing, end_s)
         tokens = None
         if self._speculates:
             tokens = self.oracle.accepted(plan)
@@ -359,10 +370,10 @@ class Replica:
         if finished and self.on_hand_over is not None:
             finished = [(seq, HAND_OVER if self.goes_on(seq) else reason) for seq, reason in finished]
         if self._pipelined:
-            self._lost_decodes = sum(seq.state == DECODING for seq, _ in finished) if self._queued and self._queued.decodes else 0
+            gaps.lost_decodes = sum(seq.state == DECODING for seq, _ in finished) if self._queued and self._queued.decodes else 0
         scheduler.commit(plan, StepResult(end_s, finished, tokens))
         if self.recording is not None:
-            self.recording.step(self.label, plan, self._run_start_s, end_s, self._used_blocks, finished)
+            self.recording.step(self.label, plan, self._run_start_s, end_s, self.pages.used_blocks, finished)
         self._plan = None
         self._start_s = self.next_s = self.last_end_s = end_s
         if not scheduler.has_work and self._queued is None:  # a plan made ahead is on its way, even if nobody waits for it any more
@@ -394,57 +405,6 @@ class Replica:
         self.drafts.add(len(tokens), plan.query_tokens_per_decode - 1, got, duration_s, self._price(plain))
 
     # -- accounts -------------------------------------------------------------------------------------------------------
-
-    def _account(self, plan: BatchPlan) -> None:
-        """Add blocks in use x seconds, step by step: the first step's blocks are known, the others' follow from the phases."""
-        durations, done = self._durations, self._accounted
-        if done == len(durations):
-            return
-        used, total = self._used_blocks, self.kv_block_seconds
-        phases, width, clock = self.scheduler.phases, self.scheduler.pool.block_tokens, plan.clock
-        if not done:
-            total += used * durations[0]
-            done = 1
-        for duration_s in durations[done:]:
-            used += phases[clock % width]
-            clock += 1
-            total += used * duration_s
-        self._accounted = len(durations)
-        self._used_blocks = used
-        self.kv_block_seconds = total
-        if used > self.kv_max_blocks:
-            self.kv_max_blocks = used
-
-    def _token_gaps(self, plan: BatchPlan, durations: list[float], ends: list[float]) -> None:
-        """Every decode is a gap between two tokens of one client: as long as the step, or longer if the sequence had to pause."""
-        count = plan.decodes - self._lost_decodes
-        weights = [count] * len(durations)
-        if plan.withdrawn:
-            weights[-1] -= plan.withdrawn
-        if self._fresh or self.scheduler.decoded_s != self._run_start_s:
-            self._first_gaps(plan, ends[0], weights[0])
-            self._gave_up.clear()
-            if len(durations) > 1:
-                self._metrics.itl(durations[1:], weights[1:], ends[1:])
-            return
-        self._gave_up.clear()
-        metrics = self._metrics
-        metrics.gaps_s.extend(durations)
-        metrics.gap_weights.extend(weights)
-        if metrics.windowed:
-            metrics.gap_ends_s.extend(ends)
-
-    def _first_gaps(self, plan: BatchPlan, end_s: float, count: int) -> None:
-        """Gaps that end with the first decode step after others: ``count`` in all, some of which began with a prefill's token."""
-        stayed = self._gave_up if plan.steps > 1 else ()  # those who gave up in a later step of the run saw this one's token
-        fresh = [seq for seq in self._fresh if (seq.state == DECODING and seq.entry_clock < plan.clock) or seq in stayed or seq in plan.departed]
-        gaps, weights = [end_s - seq.token_s for seq in fresh], [1] * len(fresh)
-        if count > len(fresh):
-            decoded_s = self.scheduler.decoded_s
-            gaps.append(end_s - decoded_s if decoded_s != self._run_start_s else self._durations[0])
-            weights.append(count - len(fresh))
-        self._metrics.itl(gaps, weights, [end_s] * len(gaps))
-        self._fresh.clear()
 
     def _record(self, seq: Sequence, now_s: float, reason: str) -> None:
         request = seq.request

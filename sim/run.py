@@ -184,23 +184,32 @@ def _totals(cluster: Cluster | Disaggregated, parts: dict[str, Parts], dynamics:
     end_s = cluster.end_s
     gpus = sum(part.gpus for part in parts.values())
     provisioned = len(replicas) if dynamics is None or not end_s else dynamics.provisioned_s(end_s) / end_s
+    share = provisioned / len(replicas)  # of all that there could be
     prices = [part.gpu.price_usd_per_h for part in parts.values()]
     return FleetTotals(
         duration_s=end_s,
         replicas=provisioned,
-        gpus=gpus if dynamics is None else provisioned * parts["replicas"].layout.gpus,
+        gpus=gpus if dynamics is None or not end_s else _mean_gpus(parts, dynamics, end_s),
         gpu_usd_per_h=None if None in prices else sum(part.gpus * part.gpu.price_usd_per_h for part in parts.values()) / gpus,
         busy_s=sum(replica.busy_until(end_s) for replica in replicas),
         steps=sum(replica.steps for replica in replicas),
         events=cluster.arrived + sum(replica.runs for replica in replicas),
-        kv_blocks=sum(replica.scheduler.pool.total for replica in replicas),
-        kv_block_seconds=sum(replica.kv_block_seconds for replica in replicas),
-        kv_max_fraction=max(replica.kv_max_blocks / replica.scheduler.pool.total for replica in replicas),
+        kv_blocks=share * sum(replica.scheduler.pool.total for replica in replicas),
+        kv_block_seconds=sum(replica.pages.block_seconds for replica in replicas),
+        kv_max_fraction=max(replica.pages.max_blocks / replica.scheduler.pool.total for replica in replicas),
         preemptions=sum(replica.preemptions for replica in replicas),
         prompt_tokens=sum(replica.prompt_tokens for replica in replicas),
         cached_tokens=sum(replica.cached_tokens for replica in replicas),
         in_flight=cluster.in_flight,
     )
+
+
+def _mean_gpus(parts: dict[str, Parts], dynamics: Dynamics, end_s: float) -> float:
+    """GPUs paid on average: replicas come and go only where they are all of one kind."""
+    first, *others = parts.values()
+    if others:
+        return sum(part.gpus for part in parts.values())
+    return first.layout.gpus * dynamics.provisioned_s(end_s) / end_s
 
 
 def _load_factor(cluster: Cluster | Disaggregated, scenario: Scenario, saturation: _Saturation, dynamics: Dynamics | None) -> float | None:

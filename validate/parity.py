@@ -155,7 +155,7 @@ class _Replay:
     def _fill(self, now_s: float) -> float:
         """Plan as the engine did at this instant; what it did not plan must come out empty. Returns when to ask again."""
         rows, scheduler = self._recorded.rows, self.scheduler
-        while len(self._flights) < scheduler.max_in_flight:
+        while len(self._flights) < scheduler.flight.limit:
             row = rows[self.next_row] if self.next_row < len(rows) else None
             expected = row is not None and row.schedule_s == now_s
             if not expected and not scheduler.has_work:

@@ -138,7 +138,7 @@ class Served:
         """All that must not depend on how the run was driven, as plain data with NaN made equal to itself."""
         columns = {name: [None if value != value else value for value in column.tolist()] for name, column in self.columns.items()}
         accounts = [
-            (r.idle_s, r.kv_block_seconds, r.kv_max_blocks, r.last_end_s, r.prompt_tokens, r.cached_tokens, r.scheduler.steps,
+            (r.idle_s, r.pages.block_seconds, r.pages.max_blocks, r.last_end_s, r.prompt_tokens, r.cached_tokens, r.scheduler.steps,
              r.scheduler.preemptions, r.scheduler.pool.evictions, r.scheduler.pool.cached_keys())
             for r in self.cluster.replicas
         ]  # fmt: skip
@@ -203,8 +203,8 @@ def totals_of(cluster: Cluster) -> FleetTotals:
     return FleetTotals(
         duration_s=cluster.end_s, replicas=len(replicas), gpus=len(replicas), gpu_usd_per_h=None,
         busy_s=sum(cluster.end_s - replica.idle_s for replica in replicas), steps=sum(replica.scheduler.steps for replica in replicas),
-        events=0, kv_blocks=sum(pool.total for pool in pools), kv_block_seconds=sum(replica.kv_block_seconds for replica in replicas),
-        kv_max_fraction=max(replica.kv_max_blocks / pool.total for replica, pool in zip(replicas, pools)),
+        events=0, kv_blocks=sum(pool.total for pool in pools), kv_block_seconds=sum(replica.pages.block_seconds for replica in replicas),
+        kv_max_fraction=max(replica.pages.max_blocks / pool.total for replica, pool in zip(replicas, pools)),
         preemptions=sum(replica.scheduler.preemptions for replica in replicas),
         prompt_tokens=sum(replica.prompt_tokens for replica in replicas), cached_tokens=sum(replica.cached_tokens for replica in replicas),
     )  # fmt: skip
