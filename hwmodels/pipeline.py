@@ -99,7 +99,7 @@ def micro_shapes(shape: StepShape, count: int) -> list[StepShape]:
         rows = min(rows_left, len(chunks))
         rows_left -= rows
         if own or chunks:
-            shapes.append(StepShape(tuple(chunks), own, context, own + rows, queries))
+            shapes.append(StepShape(tuple(chunks), own, context, own + rows, queries, streams=shape.streams))
     return shapes or [shape]
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from serving.policies.build import build_layout
+
 if TYPE_CHECKING:
     from serving.catalog import Gpu
     from serving.llm import Llm
@@ -27,6 +29,7 @@ class Fleet:
     gpu: str
     replicas: int
     tensor_parallel: int
+    gpus_per_replica: int
     max_batch_seqs: int  # of one replica
     closed_loop: bool  # users wait for their answer before they ask again
     active_parameters: int  # that one token touches
@@ -41,6 +44,7 @@ class Fleet:
 def fleet_of(scenario: Scenario, llm: Llm, gpu: Gpu, *, kv_tokens: int) -> Fleet:
     """Gather the facts of the fleet that a scenario describes; ``kv_tokens`` is what one replica's pool holds."""
     cluster = scenario.cluster
+    layout = build_layout(cluster, scenario.policy, llm)
     weight_dtype = None if cluster.weight_dtype == "auto" else cluster.weight_dtype
     kv_dtype = "bf16" if scenario.kv_cache.dtype == "auto" else scenario.kv_cache.dtype
     return Fleet(
@@ -48,12 +52,13 @@ def fleet_of(scenario: Scenario, llm: Llm, gpu: Gpu, *, kv_tokens: int) -> Fleet
         gpu=gpu.name,
         replicas=cluster.replicas,
         tensor_parallel=cluster.tensor_parallel,
+        gpus_per_replica=layout.gpus,
         max_batch_seqs=scenario.policy.batching.max_batch_seqs,
         closed_loop=scenario.workload.closed_loop is not None,
         active_parameters=llm.parameters().active,
         attention_flops_per_token_pair=4 * llm.layers * llm.heads * llm.head_dim,  # a multiply and an add, for QK and for PV
-        gpu_weight_bytes=llm.weight_bytes(weight_dtype, cluster.tensor_parallel),
-        gpu_kv_bytes_per_token=llm.kv_bytes_per_token(kv_dtype, cluster.tensor_parallel),
+        gpu_weight_bytes=layout.weight_bytes(llm, weight_dtype),
+        gpu_kv_bytes_per_token=layout.kv_bytes_per_token(llm, kv_dtype),
         gpu_flops=gpu.peak_flops(llm.dtype_of_weights(weight_dtype)),
         gpu_memory_bytes_per_s=gpu.memory_bytes_per_s,
         kv_tokens=kv_tokens,
@@ -88,7 +93,7 @@ def use(summary: Mapping[str, Any], fleet: Fleet) -> Use:
     step_bytes = fleet.gpu_weight_bytes + cached_tokens * fleet.gpu_kv_bytes_per_token
     in_service_s = (summary["e2e_s"]["mean"] or 0.0) - (summary["queue_s"]["mean"] or 0.0)
     return Use(
-        compute=flops_per_s * per_busy_gpu_s / (fleet.gpu_flops * fleet.tensor_parallel),
+        compute=flops_per_s * per_busy_gpu_s / (fleet.gpu_flops * fleet.gpus_per_replica),
         bandwidth=summary["steps"] * step_bytes / busy_s / fleet.gpu_memory_bytes_per_s,
         running=requests_per_s * in_service_s / fleet.replicas,
     )

@@ -46,7 +46,10 @@ def print_run(summary: Mapping[str, Any], fleet: Fleet, slo: Slo, file: IO[str],
 def _print_heading(console: Console, summary: Mapping[str, Any], fleet: Fleet, times: str) -> None:
     from rich.markup import escape
 
-    gpus = f"{fleet.replicas} {times} {fleet.gpu}" + (f" (TP {fleet.tensor_parallel})" if fleet.tensor_parallel > 1 else "")
+    shape = f" (TP {fleet.tensor_parallel})" if fleet.tensor_parallel > 1 else ""
+    if fleet.gpus_per_replica != fleet.tensor_parallel:
+        shape = f" ({fleet.gpus_per_replica} GPUs each)"
+    gpus = f"{fleet.replicas} {times} {fleet.gpu}{shape}"
     console.print(f"[bold]{escape(summary['scenario'])}[/bold]: {escape(fleet.llm)} on {escape(gpus)}, seed {summary['seed']}", highlight=False)
     requests = summary["requests"]
     failures = ", ".join(f"{requests[name]:,} {name}" for name in ("rejected", "failed", "preempted") if requests[name])

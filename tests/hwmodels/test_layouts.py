@@ -190,7 +190,7 @@ def test_the_busiest_rank():
 
 
 def test_models_that_cannot_price_a_layout_say_so():
-    with pytest.raises(InputError, match="latency.name: 'fitted' prices tensor parallelism only"):
+    with pytest.raises(InputError, match=r"latency\.name: 'fitted' prices tensor parallelism only"):
         build("fitted", {}, llm=LLAMA, gpu=H100, layout=Layout(stages=2))
-    with pytest.raises(InputError, match="latency.schedule"):
+    with pytest.raises(InputError, match=r"latency\.schedule"):
         model(Layout(stages=2), options={"schedule": "flushed"})

@@ -19,8 +19,7 @@ def scheduler(blocks=200, max_batch_tokens=64, **options):
 
 def ask(sched, request_id, keys, tokens=None):
     prompt = tokens or 16 * len(keys) + 8
-    seq = sched.submit(Request(request_id, float(request_id), prompt, 4, prefix_hashes=tuple(keys)), 0.0)
-    return seq
+    return sched.submit(Request(request_id, float(request_id), prompt, 4, prefix_hashes=tuple(keys)), 0.0)
 
 
 def step(sched, now_s, finish=()):

@@ -31,7 +31,7 @@ def test_groups_stay_inside_a_node_and_leave_over_what_is_too_small():
     placed = place(graph, [Wanted(Layout(tensor_parallel=3), H100, 4)])[0]
     assert placed[1] == ["node0.gpu3", "node0.gpu4", "node0.gpu5"]
     assert placed[2] == ["node1.gpu0", "node1.gpu1", "node1.gpu2"]
-    with pytest.raises(InputError, match="cluster.replicas: 5 replicas of 3 GPUs need 15 GPUs; the topology has 16"):
+    with pytest.raises(InputError, match=r"cluster\.replicas: 5 replicas of 3 GPUs need 15 GPUs; the topology has 16"):
         place(graph, [Wanted(Layout(tensor_parallel=3), H100, 5)])
 
 

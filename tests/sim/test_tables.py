@@ -12,8 +12,8 @@ from sim.bottleneck import Fleet, bottleneck, load_words, use
 from sim.tables import print_run
 
 FLEET = Fleet(
-    llm="llama-3.1-8b", gpu="h100-sxm", replicas=2, tensor_parallel=1, max_batch_seqs=256, closed_loop=False, active_parameters=8_030_000_000,
-    attention_flops_per_token_pair=4 * 32 * 4096, gpu_weight_bytes=16.06e9, gpu_kv_bytes_per_token=131_072, gpu_flops=989e12,
+    llm="llama-3.1-8b", gpu="h100-sxm", replicas=2, tensor_parallel=1, gpus_per_replica=1, max_batch_seqs=256, closed_loop=False,
+    active_parameters=8_030_000_000, attention_flops_per_token_pair=4 * 32 * 4096, gpu_weight_bytes=16.06e9, gpu_kv_bytes_per_token=131_072, gpu_flops=989e12,
     gpu_memory_bytes_per_s=3.35e12, kv_tokens=400_000,
 )  # fmt: skip
 

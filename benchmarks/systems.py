@@ -1,0 +1,82 @@
+"""The figures of docs/systems.md: every system against its plain alternative, each by a scenario of the repository.
+
+    python -m benchmarks.systems              all of them, a few minutes
+    python -m benchmarks.systems A4 D4        some
+
+Each line is a run of ``twinserve run SCENARIO --set ...`` and prints what the table quotes. Results are those of the seeds in the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from serving.scenario import load
+from sim.run import simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """One system: a scenario, what to print of its summary, and the settings to compare (none: the scenario as it is)."""
+
+    scenario: str
+    figures: tuple[str, ...]
+    settings: dict[str, tuple[str, ...]]
+
+
+LATENCY = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "output_tokens_per_s", "slo_attainment.overall")
+EFFECTS = {
+    "A1": Effect("priority-preemption", ("slo_attainment.by_class", "preemptions", "load_factor"), {
+        "as it is": (), "no classes": ("policy.ordering=fcfs",)}),
+    "A4": Effect("prefix-batching", (*LATENCY, "prefix_cache_hit_rate", "load_factor"), {
+        "by shared prefix": (), "chunked prefill": ("policy.batching.name=chunked_prefill",)}),
+    "A5": Effect("two-streams", ("ttft_s.p99", "itl_s.p99", "output_tokens_per_s", "load_factor"), {
+        "two streams": (), "one stream": ("policy.batching={name: chunked_prefill, max_batch_tokens: 2048, max_batch_seqs: 256}",)}),
+    "A6": Effect("pd-8xh200", LATENCY, {
+        "apart": (), "together": ("cluster.pools=[]", "cluster.replicas=8")}),
+    "A7": Effect("speculative", ("tpot_s.mean", "output_tokens_per_s", "speculation"), {
+        "four drafts": (), "none": ("speculation=null",)}),
+    "A9": Effect("autoscaling", ("ttft_s.p99", "slo_attainment.overall", "cost_usd"), {
+        "grows": (), "eight from the start": ("cluster.autoscaling=null", "cluster.replicas=8")}),
+    "A11": Effect("shared-gpu", ("itl_s.mean", "itl_s.p99", "ttft_s.p99"), {
+        "in time": (), "with a context cache": ("cluster.tenancy.context_cache=true",), "in parts": ("cluster.tenancy.share=partition",),
+        "alone": ("cluster.tenancy=null",)}),
+    "A12": Effect("topology-routing", ("ingress.delivery_s.p99", "ingress.throughput_swing", "ttft_s.p99"), {
+        "by topology": (), "random": ("policy.routing=random",), "by load": ("policy.routing=least_outstanding_tokens",)}),
+    "A15": Effect("adapters", ("ttft_s.mean", "output_tokens_per_s"), {
+        "eight slots": (), "a blocked head blocks": ("adapters.max_bypasses=0",)}),
+    "B1": Effect("kv-offload", (*LATENCY, "prefix_cache_hit_rate"), {
+        "host tier": (), "none": ("kv_cache.tiers=[]",), "never read back": ("policy.reload=never",)}),
+    "B6": Effect("kv-sharding", (*LATENCY, "kv_utilisation.max", "load_factor"), {
+        "head": ("policy.sharding=head",), "layer": ("policy.sharding=layer",), "sequence": ("policy.sharding=sequence",)}),
+    "C4": Effect("ring-attention", ("ttft_s.mean", "ttft_s.p99", "load_factor"), {
+        "overlapped": (), "in turn": ("latency.ring_overlap=false",), "one GPU": ("cluster.sequence_parallel=1",)}),
+    "D4": Effect("expert-parallel", ("tpot_s.mean", "output_tokens_per_s", "slo_attainment.overall", "load_factor"), {
+        "drawn": (), "balanced": ("cluster.experts.placement=balanced",), "even": ("cluster.experts.zipf=0.0",)}),
+    "F4": Effect("replica-loss", ("ttft_s.p99", "slo_attainment.overall", "fleet.faults"), {"as it is": ()}),
+    "PP": Effect("pipeline", (*LATENCY, "load_factor"), {
+        "steady": (), "flushed": ("latency.schedule=flush",), "tensor parallel": ("cluster.tensor_parallel=4", "cluster.pipeline_parallel=1")}),
+}  # fmt: skip
+
+
+def figure(summary: dict[str, Any], path: str) -> Any:
+    """The value at a dotted path, rounded for print; None where the run has none."""
+    value: Any = summary
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("systems", nargs="*", help=f"of {' '.join(EFFECTS)}; default: all")
+    for name in parser.parse_args().systems or EFFECTS:
+        effect = EFFECTS[name]
+        for label, settings in effect.settings.items():
+            summary = simulate(load(effect.scenario, settings)).summary
+            print(f"{name:<4} {label:<22}", ", ".join(f"{path} {figure(summary, path)}" for path in effect.figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()
