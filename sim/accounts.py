@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from serving.metrics import ABORTED, CAPACITY, COMPLETED, REJECTED
 from serving.plan import BatchPlan
+from serving.request import Request
 from serving.scheduler import Scheduler
 from serving.sequence import DECODING, Sequence
 
 if TYPE_CHECKING:
     from serving.metrics import Metrics
+
+
+_STATUS = {"stop": COMPLETED, "length": COMPLETED, "kv_capacity": CAPACITY, "aborted": ABORTED}
 
 
 class PageAccount:
@@ -124,3 +129,30 @@ class TokenGaps:
         for seq in completing:
             if not math.isnan(seq.token_s):
                 self._metrics.itl([end_s - seq.token_s], [1], [end_s])
+
+
+class RowWriter:
+    """Turns requests that leave a replica into rows of the metrics; ``label`` is the replica's number in them."""
+
+    __slots__ = ("_append", "_label", "_metrics")
+
+    def __init__(self, metrics: Metrics, label: int) -> None:
+        self._metrics = metrics
+        self._append = metrics.finish
+        self._label = label
+
+    def left(self, seq: Sequence, now_s: float, reason: str) -> None:
+        """``seq`` has left, for ``reason``."""
+        request, metrics = seq.request, self._metrics
+        self._append(
+            (
+                request.request_id, metrics.class_index(request.class_name), request.arrival_s, request.prompt_tokens, seq.cached_tokens,
+                seq.generated, seq.scheduled_s, seq.first_token_s, now_s, seq.preemptions, self._label, _STATUS[reason],
+            )
+        )  # fmt: skip
+        metrics.flush_if_full()
+
+    def refused(self, request: Request, now_s: float) -> None:
+        """``request`` was turned away."""
+        nan, index = math.nan, self._metrics.class_index(request.class_name)
+        self._append((request.request_id, index, request.arrival_s, request.prompt_tokens, 0, 0, nan, nan, now_s, 0, self._label, REJECTED))

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from serving.metrics import ABORTED, CAPACITY, COMPLETED, REJECTED
 from serving.plan import BatchPlan, StepResult, StepShape
 from serving.request import Arrival, Request
-from serving.scheduler import HAND_OVER, BrokenPolicyError, Scheduler
+from serving.scheduler import HAND_OVER, Scheduler
 from serving.sequence import DECODING, Sequence
-from sim.accounts import PageAccount, TokenGaps
+from sim.accounts import PageAccount, RowWriter, TokenGaps
+from sim.audit import Audit
 from sim.drafts import DraftAccount
 from sim.oracle import Oracle
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from serving.recording import Recording
 
 LOOK_AHEAD = 256  # decode steps priced at once; limits work, not results
-_STATUS = {"stop": COMPLETED, "length": COMPLETED, "kv_capacity": CAPACITY, "aborted": ABORTED}
 
 
 class Replica:
@@ -82,11 +81,10 @@ class Replica:
         self._price = latency.step_s
         self._price_run = latency.run_s
         self._metrics = metrics
-        self._rows = metrics.finish
+        self._rows = RowWriter(metrics, self.label)
         self._pipelined = scheduler.flight.limit > 1
         self._stepwise = stepwise or self._pipelined or (recording is not None and recording.every_step)
-        self._audit = audit
-        self._audit_share = audit_share
+        self._audit = None if audit is None else Audit(audit_share, audit)
         self._start_s = math.inf  # when the next plan is due, if none is in flight
         self._idle_from_s = 0.0
         self._plan: BatchPlan | None = None
@@ -96,7 +94,6 @@ class Replica:
         self._ends: list[float] = []
         self._durations: list[float] = []
         self._latest_duration_s = 1.0  # a guess at the next step's, to choose how far to look ahead
-        self._promised: tuple[BatchPlan, int] | None = None
 
     # -- requests -------------------------------------------------------------------------------------------------------
 
@@ -178,7 +175,9 @@ class Replica:
         self._earlier_steps += self.scheduler.steps
         self._earlier_preemptions += self.scheduler.preemptions
         self.scheduler, self.oracle = scheduler, Oracle(self._acceptance, self._draft_rng)
-        self._plan = self._queued = self._promised = None
+        self._plan = self._queued = None
+        if self._audit is not None:
+            self._audit.forget()
         self.gaps.clear()
         self.last_end_s = max(self.last_end_s, now_s) if lost else self.last_end_s
         if self._idle_from_s == math.inf:
@@ -213,7 +212,8 @@ class Replica:
         """Something is about to change: commit what has ended, cut the run in flight behind the step that is being executed."""
         if self.next_s < now_s:
             self.advance(now_s)
-        self._promised = None
+        if self._audit is not None:
+            self._audit.forget()
         if self._plan is None:
             if self._start_s > now_s:
                 self._start_s = self.next_s = now_s
@@ -243,7 +243,7 @@ class Replica:
         if self._plan is not None:
             if self._ends[-1] <= now_s:
                 self._commit()
-                if self._promised is not None:  # the audit ended the run early: take its rest
+                if self._audit is not None and self._audit.waiting:  # it ended the run early: take its rest
                     self.advance(now_s)
         elif self._start_s <= now_s:
             self._begin(math.inf)
@@ -295,8 +295,8 @@ class Replica:
 
     def _schedule(self, now_s: float) -> BatchPlan:
         plan = self.scheduler.schedule(now_s)
-        if self._promised is not None:
-            self._check_promise(plan)
+        if self._audit is not None:
+            self._audit.check(plan)
         if plan.landed:
             for seq in plan.landed:
                 self.oracle.joined(seq)
@@ -348,7 +348,7 @@ class Replica:
         """Commit the run in flight."""
         plan, ends, durations = self._plan, self._ends, self._durations
         if self._audit is not None:
-            self._cut_for_audit(plan, ends, durations)
+            self._audit.cut(plan, ends, durations)
         self._apply()
         scheduler = self.scheduler
         end_s = ends[-1]
@@ -385,14 +385,6 @@ class Replica:
             else:
                 self._record(seq, end_s, reason)
 
-    def _cut_for_audit(self, plan: BatchPlan, ends: list[float], durations: list[float]) -> None:
-        """End the run early at a random step, so that the policy is asked again and can be held to its promise."""
-        skipped = len(ends) - plan.steps
-        if skipped > 0 and self._audit.random() < self._audit_share * skipped:
-            keep = int(self._audit.integers(plan.steps, len(ends)))
-            del ends[keep:], durations[keep:]
-            self._promised = (plan, plan.decodes)
-
     # -- speculation ----------------------------------------------------------------------------------------------------
 
     def _count_drafts(self, plan: BatchPlan, duration_s: float, tokens: dict[Sequence, int]) -> None:
@@ -407,41 +399,16 @@ class Replica:
     # -- accounts -------------------------------------------------------------------------------------------------------
 
     def _record(self, seq: Sequence, now_s: float, reason: str) -> None:
-        request = seq.request
-        self.finished_prompt_tokens += request.prompt_tokens
-        metrics = self._metrics
-        self._rows(
-            (
-                request.request_id, metrics.class_index(request.class_name), request.arrival_s, request.prompt_tokens, seq.cached_tokens,
-                seq.generated, seq.scheduled_s, seq.first_token_s, now_s, seq.preemptions, self.label, _STATUS[reason],
-            )
-        )  # fmt: skip
-        metrics.flush_if_full()
+        self.finished_prompt_tokens += seq.request.prompt_tokens
+        self._rows.left(seq, now_s, reason)
         if self.on_record is not None:
             self.on_record(seq, now_s, reason)
         if self.on_finish is not None:
-            self.on_finish(request.request_id, now_s, reason)
+            self.on_finish(seq.request_id, now_s, reason)
 
     def refuse(self, request: Request, now_s: float, limit: str) -> None:
         """Record that ``request`` was turned away at ``limit``."""
-        nan = math.nan
         self.finished_prompt_tokens += request.prompt_tokens
-        self._rows(
-            (
-                request.request_id, self._metrics.class_index(request.class_name), request.arrival_s, request.prompt_tokens, 0, 0,
-                nan, nan, now_s, 0, self.label, REJECTED,
-            )
-        )  # fmt: skip
+        self._rows.refused(request, now_s)
         if self.on_finish is not None:
             self.on_finish(request.request_id, now_s, f"rejected: {limit}")
-
-    def _check_promise(self, plan: BatchPlan) -> None:
-        """An audited run was cut short: the policy must decide now as it promised when it declared the run valid."""
-        (earlier, decodes), self._promised = self._promised, None
-        if plan.now_s < earlier.valid_until_s and (plan.chunks or plan.preempted or plan.ended or plan.decodes != decodes):
-            policy = type(self.scheduler.policies.batching).__name__
-            raise BrokenPolicyError(
-                f"batching policy {policy}, step {plan.step} at {plan.now_s:.6f} s: promised at {earlier.now_s:.6f} s to repeat "
-                f"{decodes} decodes until {earlier.valid_until_s:.6f} s, but now plans {plan.decodes} decodes, {len(plan.chunks)} "
-                f"chunks and {len(plan.preempted)} preemptions"
-            )
