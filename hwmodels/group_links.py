@@ -7,7 +7,7 @@ between the very GPUs of the replica.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hwmodels import collectives
 from hwmodels.collectives import Collectives
@@ -67,6 +67,12 @@ def of_gpu(gpu: Gpu, layout: Layout, all_reduce_s: Callable[[float], float] | No
     inside = measured or collectives.from_link(f"{gpu.name} {link.kind}", *rate)
     own = all_reduce_s or alpha_beta(gpu, layout.tensor_parallel)
     return GroupLinks(layout.tensor_parallel, inside, rate, layout.stage_gpus, own_all_reduce_s=own)
+
+
+def by_library(links: GroupLinks, gpu: Gpu) -> GroupLinks:
+    """The same links with every all-reduce by the communication library, as it was measured on this GPU if anybody has."""
+    inside = fitted(gpu) or links.inside
+    return replace(links, own_all_reduce_s=lambda size: inside.algorithm_s("library", "all_reduce", size, links.ranks))
 
 
 def fitted(gpu: Gpu) -> Collectives | None:

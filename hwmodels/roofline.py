@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from hwmodels.group_links import GroupLinks
+from hwmodels.group_links import GroupLinks, by_library
 from hwmodels.latency import check_options
 from hwmodels.operators import ACTIVATION_BYTES, Cost, Operators
 from hwmodels.patterns import ring_attention_s
@@ -41,6 +41,7 @@ class Options:
     launch_s: float | None = None
     graph_launch_s: float | None = None
     stream_contention: float = 0.2  # share of the possible overlap of two streams that is lost (an assumption: measure it)
+    all_reduce: str = "kernels"  # kernels: the engine's own where they are quicker; library: as engines that may not use them
     ring_overlap: bool = True  # on a ring, a block of keys and values travels while the one before is computed
     schedule: str = "steady"  # of pipeline stages: steady (the next step's micro-batches follow at once) or flush
     micro_batches: int | None = None  # of a pipeline; None: as many as stages
@@ -357,6 +358,10 @@ def build(options: Mapping[str, Any], *, llm: Llm, gpu: Gpu, layout: Layout, wei
     sizes = chosen.capture_sizes if chosen.capture_sizes is not None else default_sizes(int(chosen.capture_largest))
     if not isinstance(sizes, (list, tuple)) or not all(isinstance(size, int) for size in sizes):
         raise InputError(f"{where}.capture_sizes", "must be a list of whole numbers", f"got {sizes!r}")
+    if chosen.all_reduce not in ("kernels", "library"):
+        raise InputError(f"{where}.all_reduce", f"there is no all-reduce by '{chosen.all_reduce}'", nearest(str(chosen.all_reduce), ["kernels", "library"]))
+    if chosen.all_reduce == "library":
+        links = by_library(links, gpu)
     graphs = GraphBuckets(sizes, f"{where}.capture_sizes")
     last = layout.stages - 1
     operators = [

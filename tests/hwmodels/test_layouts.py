@@ -194,3 +194,10 @@ def test_models_that_cannot_price_a_layout_say_so():
         build("fitted", {}, llm=LLAMA, gpu=H100, layout=Layout(stages=2))
     with pytest.raises(InputError, match=r"latency\.schedule"):
         model(Layout(stages=2), options={"schedule": "flushed"})
+
+
+def test_an_engine_that_reduces_by_the_library_pays_more_for_small_vectors():
+    shape = StepShape((), 1, 500, 1)
+    for degree in (2, 4, 8):
+        kernels, library = (model(Layout(tensor_parallel=degree), "qwq-32b", "a100-sxm-80gb", {"all_reduce": name}) for name in ("kernels", "library"))
+        assert library.step_s(shape) > kernels.step_s(shape) + 129 * 5e-6
