@@ -52,10 +52,16 @@ def test_prefix_affinity_returns_until_load_outweighs_the_prefix():
 
 def test_prefix_affinity_forgets_what_it_served_longest_ago():
     policy = load("routing", "prefix_affinity", {"memory_keys": 2, "stride_blocks": 8})
-    policy.route(request(0, prompt=256, prefix_hashes=family("a")), Fleet([1, 0]))
-    policy.route(request(1, prompt=256, prefix_hashes=family("b")), Fleet([0, 1]))
-    assert policy.route(request(2, prompt=256, prefix_hashes=family("a")), Fleet([0, 0])) == 0
-    assert policy.route(request(3, prompt=256, prefix_hashes=family("a")), Fleet([9, 0])) == 0
+    assert policy.route(request(0, prompt=256, prefix_hashes=family("a")), Fleet([9, 0])) == 1
+    assert policy.route(request(1, prompt=256, prefix_hashes=family("b")), Fleet([0, 9])) == 0
+    assert policy.route(request(2, prompt=256, prefix_hashes=family("a")), Fleet([3, 9])) == 0, "a is forgotten: the less loaded"
+    assert policy.route(request(3, prompt=256, prefix_hashes=family("a")), Fleet([9, 3])) == 0, "it is known to be here now"
+
+
+def test_prefix_affinity_spreads_new_prefixes_over_idle_replicas():
+    policy = load("routing", "prefix_affinity")
+    chosen = [policy.route(request(i, prompt=256, prefix_hashes=family(str(i))), Fleet([0, 0, 0])) for i in range(6)]
+    assert chosen == [0, 1, 2, 0, 1, 2]
 
 
 def burst(count: int, every_s: float, prompt: int = 64) -> list[Arrival]:

@@ -19,7 +19,7 @@ class PrefixAffinity:
 
     needs_load = True
 
-    def __init__(self, *, load_weight: float = 0.5, memory_keys: int = 1_000_000, stride_blocks: int = 8, signal_age_s: float = 0.0) -> None:
+    def __init__(self, *, load_weight: float = 0.5, memory_keys: int = 1_000_000, stride_blocks: int = 4, signal_age_s: float = 0.0) -> None:
         if not load_weight >= 0:
             raise InputError("load_weight", f"must not be negative, got {load_weight}")
         if memory_keys < 1 or stride_blocks < 1:
@@ -30,14 +30,16 @@ class PrefixAffinity:
         self.memory_keys = memory_keys
         self.stride_blocks = stride_blocks
         self.signal_age_s = signal_age_s
+        self._turn = -1
         self._served: OrderedDict = OrderedDict()  # prefix key -> replicas that served it, the latest last
 
     def route(self, request: Request, fleet: Fleet) -> int:
-        """The best score; the least loaded, then the lowest index, among equals."""
+        """The best score; among equals the least loaded, idle replicas in turn."""
+        outstanding, keys = fleet.outstanding_tokens, request.prefix_hashes
         least = fleet.least_outstanding()
-        outstanding = fleet.outstanding_tokens
+        if keys and outstanding[least] == 0:
+            least = self._idle(fleet, least)
         best, best_score = least, -self.load_weight * outstanding[least]
-        keys = request.prefix_hashes
         if keys:
             tokens_per_key = request.prompt_tokens // len(keys)
             for replica, blocks in self._believed(keys).items():
@@ -46,6 +48,15 @@ class PrefixAffinity:
                     best, best_score = replica, score
             self._remember(keys, best)
         return best
+
+    def _idle(self, fleet: Fleet, first: int) -> int:
+        """Of the idle replicas, ``first`` among them, take each in turn: else every new prefix would settle on the first."""
+        outstanding = fleet.outstanding_tokens
+        for _ in range(len(outstanding)):
+            self._turn = (self._turn + 1) % len(outstanding)
+            if outstanding[self._turn] == 0:
+                return self._turn
+        return first
 
     def _believed(self, keys: tuple) -> dict[int, int]:
         """Blocks of this prefix that each remembered replica should hold."""

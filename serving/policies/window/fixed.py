@@ -20,7 +20,10 @@ class Fixed:
             raise InputError("size", f"must be at least 1, got {size}")
         self.window_s = window_s
         self.size = size
+        self._opened_for_s: float | None = None  # the collection that has been opened by its size
 
     def open_s(self, batch: PlanBuilder) -> float:
         """When the present collection opens."""
-        return batch.now_s if batch.waiting >= self.size else batch.waiting_since_s + self.window_s
+        if batch.waiting >= self.size:
+            self._opened_for_s = batch.waiting_since_s
+        return batch.now_s if self._opened_for_s == batch.waiting_since_s else batch.waiting_since_s + self.window_s
