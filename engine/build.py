@@ -15,7 +15,7 @@ from engine.architecture import Architecture, from_llm
 from engine.clocks import NormalisedClock
 from engine.loader import load, random_weights
 from engine.model import DecoderWeights
-from engine.run import Engine, longest_sequence
+from engine.run import Engine, check_servable, longest_sequence
 from engine.runner import Runner, RunnerOptions
 from engine.step import SequenceInput, StepInput
 from serving.catalog import Gpu, load_gpu, load_llm
@@ -57,6 +57,9 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
 
     Raises InputError when the scenario asks for more than one GPU, a dtype or device is not there, or it does not fit (saying what would).
     """
+    check_servable(scenario)
+    if scenario.adapters is not None:
+        raise InputError("adapters", "the engine runs the network itself, without adapters; the simulator has them", "leave it out")
     torch.set_num_threads(choices.threads)
     device = _device(choices.device)
     dtype_name = choices.dtype if choices.dtype != "auto" else ("bf16" if device.type == "cuda" else "fp32")

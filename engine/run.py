@@ -16,7 +16,7 @@ from serving.clients import start_clients
 from serving.errors import InputError
 from serving.kv_pool import KVPool
 from serving.metrics import Metrics
-from serving.policies.build import build_policies
+from serving.policies.build import policies_of
 from serving.recording import Recording
 from serving.records import RunWriter
 from serving.scenario import Scenario
@@ -44,13 +44,24 @@ class EngineRun:
     partial: bool
 
 
+def check_servable(scenario: Scenario) -> None:
+    """Raise InputError for what is simulated but not done by one engine."""
+    if scenario.cluster.replicas != 1:
+        raise InputError("cluster.replicas", f"one engine is one replica, not {scenario.cluster.replicas}", "set it to 1")
+    for where, asked in (("cluster.pools", scenario.cluster.pools), ("kv_cache.tiers", scenario.kv_cache.tiers),
+                         ("speculation", scenario.speculation), ("faults", scenario.faults)):  # fmt: skip
+        if asked:
+            raise InputError(where, "the engine does not do this; the simulator does", "leave it out")
+
+
 def build_loop(scenario: Scenario, engine: Engine, clock: Clock, **options: Any) -> Loop:
     """A loop for the scenario's policies on a pool with named blocks; ``options`` are those of ``Loop``. Raises InputError."""
-    cache, policy = scenario.kv_cache, scenario.policy
-    if policy.batching.max_in_flight > 2:
+    check_servable(scenario)
+    cache, batching = scenario.kv_cache, scenario.policy.batching
+    if batching.max_in_flight > 2:
         raise InputError("policy.batching.max_in_flight", "the engine plans at most one step ahead", "1 or 2")
     pool = KVPool(engine.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching, named=True)
-    scheduler = Scheduler(pool, build_policies(policy, adapters=scenario.adapters), max_in_flight=policy.batching.max_in_flight)
+    scheduler = Scheduler(pool, policies_of(scenario), max_in_flight=batching.max_in_flight)
     return Loop(scheduler, engine.runner, clock, Prompts(scenario.seed, engine.vocab, cache.block_tokens), **options)
 
 
@@ -64,8 +75,7 @@ def serve_scenario(
     ``measured_on`` dates the run directory.
     Raises InputError for a scenario that a single engine cannot serve, before anything is written. Ctrl-C ends the run early.
     """
-    if scenario.cluster.replicas != 1:
-        raise InputError("cluster.replicas", f"one engine is one replica, not {scenario.cluster.replicas}", "set it to 1")
+    check_servable(scenario)
     metrics = Metrics(
         [row.name for row in scenario.workload.classes] or ["default"], scenario.slo.targets,
         warmup_s=scenario.measure.warmup_s, cooldown_s=scenario.measure.cooldown_s, keep_rows=out is not None,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from serving.errors import InputError
 from serving.kv_pool import KVPool
 from serving.plan import BatchPlan, StepResult
-from serving.policies.build import build_policies
+from serving.policies.build import policies_of
 from serving.records import Run, open_run
 from serving.request import Request
 from serving.scenario import Scenario, from_mapping
@@ -102,9 +102,9 @@ class _Replay:
     """The scheduler's side of the record."""
 
     def __init__(self, recorded: Recorded, result: Parity) -> None:
-        cache, policy = recorded.scenario.kv_cache, recorded.scenario.policy
+        cache, batching = recorded.scenario.kv_cache, recorded.scenario.policy.batching
         pool = KVPool(cache.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching)
-        self.scheduler = Scheduler(pool, build_policies(policy, adapters=recorded.scenario.adapters), max_in_flight=policy.batching.max_in_flight)
+        self.scheduler = Scheduler(pool, policies_of(recorded.scenario), max_in_flight=batching.max_in_flight)
         self.next_row = 0
         self._recorded = recorded
         self._result = result

@@ -20,6 +20,7 @@ OPTIONS = {
     ("window", "qos_adaptive"): lambda rng: {"start": 4, "largest": 16, "period": 10, "slo_s": [0.05, 0.1, 0.5]},
     ("window", "rtt_adaptive"): lambda rng: {"shortest_s": 0.01, "longest_s": 0.1, "samples": 8},
     ("admission", "fits"): lambda rng: {"max_queue": int(rng.integers(3, 40))},
+    ("admission", "burn_rate"): lambda rng: {"budget": 0.05, "burn": float(rng.uniform(1, 8)), "window_s": 0.5, "open_s": 0.1, "least": 3},
     ("admission", "token_bucket"): lambda rng: {"tokens_per_s": float(rng.uniform(500, 5000)), "burst_tokens": float(rng.uniform(60, 400))},
 }
 
@@ -36,7 +37,7 @@ def random_scenario(seed: int, focus: tuple[str, str] | None = None, requests: i
         **spec.pop("batching"), "max_batch_tokens": seqs + int(rng.integers(1, 80)), "max_batch_seqs": seqs, "window": spec.pop("window"),
         "max_in_flight": int(rng.integers(1, 3)),
     }  # fmt: skip
-    if rng.random() < 0.4:
+    if rng.random() < 0.4 and "head_of_line" in policies.option_names("batching", chosen["batching"]):
         batching |= {"head_of_line": "skip", "max_bypasses": int(rng.integers(0, 8))}
     if rng.random() < 0.3:
         batching["max_chunk_tokens"] = int(rng.integers(4, 40))

@@ -130,6 +130,8 @@ def test_a_run_that_differs_is_exit_1(capsys, tiny, tmp_path):
     [
         (["--set", "cluster.replicas=2"], "one engine is one replica"),
         (["--set", "cluster.tensor_parallel=2"], "the engine runs on one GPU"),
+        (["--set", "kv_cache.tiers=[{name: host, gib: 1.0}]"], "kv_cache.tiers: the engine does not do this"),
+        (["--set", "adapters={slots: 2}"], "without adapters"),
         (["--clock", "reel"], "did you mean 'real'"),
         (["--dtype", "fp61"], "did you mean 'fp16'"),
         (["--set", "kv_cache.blocks=900000000"], "does not fit"),
