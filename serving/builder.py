@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from serving.plan import BatchPlan
+from serving.retention import attended, lasting_blocks
 from serving.sequence import PREFILLING, Sequence
 from serving.speculation import continue_speculating
 
@@ -34,6 +35,7 @@ class PlanBuilder:
         self.window = policies.window
         self.victim = policies.victim
         self.adapters = policies.adapters
+        self.retention = policies.retention
         self.speculates = policies.speculation is not None
         self.evicts_from_s = getattr(policies.ordering, "evicts_from_s", None)
         self.evicts = self.evicts_from_s is not None
@@ -96,7 +98,7 @@ class PlanBuilder:
     def needs(self, seq: Sequence) -> tuple[int, int]:
         """Free blocks (cached ones that nobody references included) and tokens that computing all of waiting ``seq`` would use."""
         known = seq.request.prompt_tokens + seq.generated
-        blocks, tokens = self.pool.blocks_for(known), known
+        blocks, tokens = lasting_blocks(self.retention, self.pool, known, self.max_chunk_tokens), known
         if seq.keys is not None:
             hit = self.pool.match(seq.keys, (known - 1) // self.pool.block_tokens)
             blocks += hit.idle_blocks - hit.blocks
@@ -154,7 +156,7 @@ class PlanBuilder:
             return NO_SEAT
         seq = scheduler.head()
         known = seq.request.prompt_tokens + seq.generated
-        need = pool.blocks_for(known)
+        need = pool.blocks_for(known) if self.retention is None else lasting_blocks(self.retention, pool, known, self.max_chunk_tokens)
         if need > pool.total:
             if scheduler.flight.may_end(seq):
                 return NO_BLOCKS
@@ -236,11 +238,12 @@ class PlanBuilder:
 
     def _schedule_chunk(self, seq: Sequence, new: int, known: int) -> None:
         plan = self.plan
+        chunk = (new, attended(seq, self.pool.block_tokens) if seq.dropped else seq.computed)
         if plan.chunks:
-            plan.chunks.append((new, seq.computed))
+            plan.chunks.append(chunk)
             plan.prefills.append(seq)
         else:
-            plan.chunks = [(new, seq.computed)]
+            plan.chunks = [chunk]
             plan.prefills = [seq]
         self.tokens_left -= new
         seq.computed += new
@@ -274,7 +277,7 @@ class PlanBuilder:
         self.seats_left += 1
 
     def _fits_alone(self, seq: Sequence) -> bool:
-        return self.pool.blocks_for(self.running.computed(seq) + 1) <= self.pool.total
+        return self.pool.blocks_for(self.running.computed(seq) + 1) - seq.dropped <= self.pool.total
 
     def bypass(self) -> None:
         """Set the head aside for this plan, so that the next in the queue becomes the head."""

@@ -15,8 +15,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     live, running = scheduler.live(), list(scheduler.running)
     decoding = [(seq, scheduler.computed_at(seq, scheduler.clock)) for seq in running if seq.state == DECODING]
     assert len(decoding) == scheduler.decoding
-    assert scheduler.context == sum(computed for _, computed in decoding)
     width = scheduler.pool.block_tokens
+    assert scheduler.context == sum(computed - seq.dropped * width for seq, computed in decoding)
     phases = [0] * width
     for _, computed in () if scheduler.speculates else decoding:
         phases[(scheduler.clock - computed) % width] += 1
@@ -27,3 +27,5 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert len(parked) == scheduler.landing.parked
     assert len(live) == scheduler.waiting_count + len(running) + len(parked)
     scheduler.pool.check((seq, scheduler.running.computed(seq)) for seq in [*running, *parked])
+    if scheduler.policies.adapters is not None:
+        scheduler.policies.adapters.check(seq.request.adapter for seq in running)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from serving.kv_tiers import LowerTiers
 from serving.sequence import Sequence
@@ -200,7 +201,7 @@ class KVPool:
 
     def release(self, seq: Sequence) -> None:
         """Return all that ``seq`` holds: private blocks become unused, its path is queued for eviction, deepest extent first."""
-        private = self.blocks_for(seq.computed) - seq.shared_blocks
+        private = self.blocks_for(seq.computed) - seq.shared_blocks - seq.dropped
         self.unused += private
         self.free += private
         if self._loose is not None:
@@ -215,6 +216,16 @@ class KVPool:
             extent = extent.parent
         seq.extent = self.root
         seq.shared_blocks = 0
+        seq.dropped = 0
+
+    def drop(self, seq: Sequence, positions: Seq[int]) -> None:
+        """Return the private pages at ``positions`` (ascending) among those that ``seq`` holds; the others move up in its table."""
+        seq.dropped += len(positions)
+        self.unused += len(positions)
+        self.free += len(positions)
+        if self._loose is not None and seq.table is not None:
+            for position in reversed(positions):
+                self._loose.append(seq.table.pop(position))
 
     def roll_back(self, seq: Sequence, computed: int) -> None:
         """Shrink ``seq`` to ``computed`` KV entries; the private pages beyond them become unused."""
@@ -223,7 +234,7 @@ class KVPool:
         self.unused += given_back
         self.free += given_back
         if self._loose is not None and seq.table is not None:
-            keep = self.blocks_for(computed)
+            keep = self.blocks_for(computed) - seq.dropped
             self._loose.extend(reversed(seq.table[keep:]))
             del seq.table[keep:]
 
@@ -233,7 +244,7 @@ class KVPool:
         """Extend the block table of ``seq`` to ``computed`` KV entries and return it (named pools only)."""
         if seq.table is None:
             seq.table = []
-        for _ in range(self.blocks_for(computed) - len(seq.table)):
+        for _ in range(self.blocks_for(computed) - seq.dropped - len(seq.table)):
             seq.table.append(self._loose.popleft())
         return seq.table
 
@@ -258,7 +269,7 @@ class KVPool:
         references: dict[Extent, int] = {}
         private = 0
         for seq, computed in holders:
-            private += self.blocks_for(computed) - seq.shared_blocks
+            private += self.blocks_for(computed) - seq.shared_blocks - seq.dropped
             depth, extent = 0, seq.extent
             while extent is not self.root:
                 references[extent] = references.get(extent, 0) + 1

@@ -97,6 +97,8 @@ class StepResult(NamedTuple):
     end_s: float
     finished: list[tuple[Sequence, str]] = []  # noqa: RUF012 - never mutated; the common case is the shared empty list
     tokens: dict[Sequence, int] | None = None  # of a speculating plan: tokens that each of its decodes got
+    entropy: dict[Sequence, float] | None = None  # mean attention entropy of its decodes over its maximum, where it is measured
+    heat: dict[Sequence, list[float]] | None = None  # attention that each page of a sequence got, in the order of its table
 
 
 class Outcome(NamedTuple):

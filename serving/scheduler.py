@@ -25,6 +25,7 @@ from serving.landing import Landing
 from serving.plan import BatchPlan, Outcome, StepResult
 from serving.policies import Policies
 from serving.request import Request
+from serving.retention import attended, retain
 from serving.running import Running
 from serving.sequence import DECODING, DRAINING, ENDED, PARKED, PREFILLING, WAITING, Sequence
 from serving.speculation import commit_accepted
@@ -53,6 +54,7 @@ class Scheduler:
         self.steps = 0
         self.preemptions = 0
         self.submitted = 0
+        self.dropped_blocks = 0  # pages given back by running sequences
         self.admissions = 0
         self.waiting_count = 0
         self.waiting_since_s = math.inf
@@ -209,6 +211,8 @@ class Scheduler:
             self.decoded_s = end_s
             if plan.speculating:
                 commit_accepted(self, plan, result.tokens)
+        if self.policies.retention is not None:
+            retain(self, plan, result)
         for seq in plan.departed:
             seq.token_s = end_s
         for seq in plan.completing:
@@ -257,7 +261,7 @@ class Scheduler:
         if not self.speculates:
             self.phases[(clock - seq.computed) % self.pool.block_tokens] += 1
         self.decoding += 1
-        self.context += seq.computed
+        self.context += attended(seq, self.pool.block_tokens) if seq.dropped else seq.computed
         if self.flight.limit > 1:
             last_clock = clock + seq.request.max_output_tokens - seq.generated
             heappush(self._capped, (last_clock, seq.request_id, seq.preemptions, seq))
@@ -306,7 +310,7 @@ class Scheduler:
         if not self.speculates:
             self.phases[(self.clock - seq.computed) % self.pool.block_tokens] -= 1
         self.decoding -= 1
-        self.context -= seq.computed
+        self.context -= attended(seq, self.pool.block_tokens) if seq.dropped else seq.computed
 
     def preempt(self, seq: Sequence) -> None:
         """Evict a running sequence: its pages are released (their content stays cached), it waits to be recomputed."""
@@ -319,7 +323,7 @@ class Scheduler:
                 seq.keys = tuple((own, index) for index in range(seq.request.prompt_tokens // self.pool.block_tokens))
             self._publish_all(seq)
         self.pool.release(seq)
-        seq.computed = 0
+        seq.computed = seq.calm_steps = 0
         seq.preemptions += 1
         seq.state = WAITING
         self.preemptions += 1
@@ -385,7 +389,7 @@ class Scheduler:
 
     def held_blocks(self, seq: Sequence) -> int:
         """Pages that ``seq`` would give back to the pool for certain: the private ones."""
-        return self.pool.blocks_for(self.running.computed(seq)) - seq.shared_blocks
+        return self.pool.blocks_for(self.running.computed(seq)) - seq.shared_blocks - seq.dropped
 
     def check(self) -> None:
         """Raise AssertionError unless the aggregate, the queues and the pool agree with the sequences."""

@@ -21,11 +21,12 @@ class Sequence:
     There is no prefill phase and no decode phase as such: ``computed`` KV entries catch up with ``known_tokens`` (prompt plus
     generated); when they meet, the step samples the next token. While the sequence decodes, its counters are *not* touched at
     every step: they hold the values at ``entry_clock`` (the scheduler's count of decode steps when it joined), and
-    ``Scheduler.settle`` brings them up to date when it leaves. The KV pages held are always ``ceil(computed / block_tokens)``.
+    ``Scheduler.settle`` brings them up to date when it leaves. The KV pages held are always ``ceil(computed / block_tokens)``,
+    less those ``dropped`` where a retention policy works.
     """
 
     __slots__ = (
-        "admission_index", "bypasses", "cached_tokens", "computed", "entry_clock", "extent", "first_token_s", "generated", "key",
+        "admission_index", "bypasses", "cached_tokens", "calm_steps", "computed", "dropped", "entry_clock", "extent", "first_token_s", "generated", "key",
         "keys", "preemptions", "request", "request_id", "scheduled_s", "shared_blocks", "state", "table", "token_s",
     )  # fmt: skip
 
@@ -44,6 +45,8 @@ class Sequence:
         self.admission_index = 0
         self.extent = extent  # deepest cached extent on this sequence's path; the pool's root when there is none
         self.shared_blocks = 0  # blocks on that path; the rest of what it holds is private
+        self.dropped = 0  # pages given back while it runs, by a retention policy
+        self.calm_steps = 0  # decode steps in a row of low attention entropy
         self.table: list[int] | None = None  # physical block ids, only where the pool names them
         self.scheduled_s = math.nan
         self.first_token_s = math.nan

@@ -25,6 +25,7 @@ from serving.rng import stream
 from serving.scenario import Scenario
 from serving.scheduler import Scheduler
 from serving.topology import load_topology
+from serving.workload.lengths import one_by_one, seconds
 from sim import placement
 from sim.cluster import Cluster
 from sim.delivery import Delivery
@@ -231,6 +232,10 @@ def build_cluster(
                 acceptance=scenario.speculation.acceptance if scenario.speculation else 0.0, draft_rng=drafting and stream(scenario.seed, f"drafts.{label}"),
             )
         )  # fmt: skip
+    if scenario.retention is not None and scenario.retention.entropy is not None:
+        for replica in built:
+            draws = seconds(scenario.retention.entropy, stream(scenario.seed, f"entropy.{replica.label}"))
+            replica.entropy = one_by_one(draws)
     return Cluster(env or Environment(), built, build_routing(policy), stepwise=stepwise)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -66,6 +66,7 @@ class Replica:
         # A replica that only prefills asks whether a sequence goes on elsewhere after its first token, and hands it over.
         self.goes_on: Callable[[Sequence], bool] | None = None
         self.on_hand_over: Callable[[Replica, Sequence, float], None] | None = None
+        self.entropy: Iterator[float] | None = None  # attention entropy of one decode after the other, where somebody asks
         self.on_record: Callable[[Sequence, float, str], None] | None = None  # as on_finish, with the whole sequence
         self.next_s = math.inf  # the next instant at which advance() has something to do
         self.finished_prompt_tokens = 0  # of requests that left; whoever reads it keeps its own last reading
@@ -371,7 +372,7 @@ class Replica:
             finished = [(seq, HAND_OVER if self.goes_on(seq) else reason) for seq, reason in finished]
         if self._pipelined:
             gaps.lost_decodes = sum(seq.state == DECODING for seq, _ in finished) if self._queued and self._queued.decodes else 0
-        scheduler.commit(plan, StepResult(end_s, finished, tokens))
+        scheduler.commit(plan, StepResult(end_s, finished, tokens, self.entropy and {seq: next(self.entropy) for seq in plan.speculating}))
         if self.recording is not None:
             self.recording.step(self.label, plan, self._run_start_s, end_s, self.pages.used_blocks, finished)
         self._plan = None

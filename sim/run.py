@@ -85,6 +85,8 @@ def simulate(
             summary["speculation"] = draft_report(replica.drafts for replica in cluster.replicas)
         if scenario.cluster.ingress is not None:
             summary["ingress"] = cluster.signals.delivery.report()
+        if scenario.retention is not None:
+            summary["retention"] = {"dropped_blocks": sum(replica.scheduler.dropped_blocks for replica in cluster.replicas)}
         if scenario.adapters is not None:
             summary["adapters"] = adapter_report(cluster.replicas, parts["replicas"].latency)
         if dynamics is not None:

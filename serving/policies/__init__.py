@@ -33,6 +33,7 @@ KINDS: dict[str, tuple[str, ...]] = {  # kind -> the methods that a policy of th
     "sharding": ("layout",),
     "speculation": ("draft_tokens",),
     "adapters": ("evict",),
+    "retention": ("drop",),
 }
 
 

@@ -15,14 +15,17 @@ if TYPE_CHECKING:
     from serving.scenario import Policy, Scenario
     from serving.scenario.adapters import Adapters
     from serving.scenario.model import Cluster, Speculation
+    from serving.scenario.retention import Retention
 
 
 def policies_of(scenario: Scenario) -> Policies:
     """Build a fresh set for one replica of ``scenario``. Raises InputError naming the mistake."""
-    return build_policies(scenario.policy, scenario.speculation, scenario.adapters)
+    return build_policies(scenario.policy, scenario.speculation, scenario.adapters, scenario.retention)
 
 
-def build_policies(policy: Policy, speculation: Speculation | None = None, adapters: Adapters | None = None) -> Policies:
+def build_policies(
+    policy: Policy, speculation: Speculation | None = None, adapters: Adapters | None = None, retention: Retention | None = None
+) -> Policies:
     """Build a fresh set: policies keep state, so each replica has its own. Raises InputError naming the mistake."""
     batching = policy.batching
     if batching.max_batch_tokens < batching.max_batch_seqs:
@@ -39,9 +42,17 @@ def build_policies(policy: Policy, speculation: Speculation | None = None, adapt
         admission=_load("admission", policy.admission),
         limits=Limits(batching.max_batch_tokens, batching.max_batch_seqs, batching.max_chunk_tokens),
         reload=_load("reload", policy.reload),
-        speculation=None if speculation is None else _load("speculation", speculation.policy),
+        speculation=_speculation(speculation, walked=retention is not None),
+        retention=None if retention is None else _load("retention", retention.policy),
         adapters=None if adapters is None else AdapterSlots(adapters.slots, _load("adapters", adapters.policy), adapters.max_bypasses),
     )
+
+
+def _speculation(speculation: Speculation | None, *, walked: bool) -> Any:
+    """The speculation policy; one that drafts nothing where decodes must be walked one by one for another reason."""
+    if speculation is not None:
+        return _load("speculation", speculation.policy)
+    return load("speculation", "none") if walked else None
 
 
 def build_layout(cluster: Cluster, policy: Policy, llm: Llm) -> Layout:

@@ -82,6 +82,16 @@ class Adapters(Protocol):
         """One of the loaded adapters that nobody uses; ``idle`` has the one used longest ago first."""
 
 
+class Retention(Protocol):
+    """Which KV pages of a running sequence are kept."""
+
+    most_blocks: int | None  # pages that a sequence keeps at most after a step; None: no bound
+    entropy_below: float  # a decode step of lower mean attention entropy counts as calm; 0: the policy does not look
+
+    def drop(self, held: int, calm_steps: int, heat: Seq[float] | None) -> Seq[int]:
+        """Positions, ascending, among the ``held`` pages of a sequence that are given back; never the last, which is being written."""
+
+
 class Sharding(Protocol):
     """How a group of GPUs shares the weights and the KV cache of one replica."""
 
@@ -163,6 +173,7 @@ class Policies:
     limits: Limits
     reload: Reload | None = None  # needed where the pool has lower tiers
     speculation: Speculation | None = None
+    retention: Retention | None = None  # needs a speculation policy beside it (of no drafts, if there are none): decodes are then walked
     adapters: AdapterSlots | None = None  # None: requests may use any adapter at once
 
     def observers(self) -> list[Callable]:

@@ -28,6 +28,7 @@ from serving.scenario.fields import (
 )
 from serving.scenario.parallel import Experts, Ingress, Tenancy
 from serving.scenario.planning import Plan
+from serving.scenario.retention import Retention
 from serving.scenario.workload import Workload
 
 WeightDtype = Literal["auto", "bf16", "fp16", "fp8", "int8", "int4", "mxfp4", "nvfp4"]
@@ -278,6 +279,7 @@ class Scenario(BaseModel):
     slo: Slo = Slo()
     speculation: Annotated[Speculation | None, Field(description="draft tokens")] = None
     faults: Annotated[Faults | None, Field(description="what breaks while it serves")] = None
+    retention: Annotated[Retention | None, Field(description="pages that running sequences give back")] = None
     adapters: Annotated[Adapters | None, Field(description="slots for adapters (LoRA) on every replica")] = None
     measure: Measure = Measure()
     plan: Annotated[Plan | None, Field(description="what `twinserve plan` may choose from")] = None
@@ -304,6 +306,16 @@ class Scenario(BaseModel):
             raise PydanticCustomError("form", "workload.adapters needs the key 'adapters': slots to run them in")
         if self.adapters is not None and self.cluster.pools:
             raise PydanticCustomError("form", "adapters cannot be combined with cluster.pools")
+        return self
+
+    @model_validator(mode="after")
+    def _retained_pages(self) -> Scenario:
+        if self.retention is None:
+            return self
+        if self.kv_cache.prefix_caching:
+            raise PydanticCustomError("form", "retention needs kv_cache.prefix_caching: false: no page may leave the middle of a shared prefix")
+        if self.cluster.pools or self.policy.batching.max_in_flight > 1:
+            raise PydanticCustomError("form", "retention cannot be combined with cluster.pools or with policy.batching.max_in_flight above 1")
         return self
 
     def resolved(self) -> dict[str, Any]:

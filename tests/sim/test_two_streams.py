@@ -68,9 +68,9 @@ def test_short_chunks_give_short_gaps_for_later_first_tokens():
 
 def test_runs_steps_and_audits_agree():
     scenario = load("two-streams", ["workload.requests=80"])
-    plain = simulate(scenario).summary
-    assert simulate(scenario, stepwise=True).summary["itl_s"] == plain["itl_s"]
-    assert simulate(scenario, audit=0.5).summary["itl_s"] == plain["itl_s"]
+    plain = simulate(scenario, saturated_rps=1.0).summary
+    assert simulate(scenario, stepwise=True, saturated_rps=1.0).summary["itl_s"] == plain["itl_s"]
+    assert simulate(scenario, audit=0.5, saturated_rps=1.0).summary["itl_s"] == plain["itl_s"]
 
 
 @pytest.mark.parametrize(

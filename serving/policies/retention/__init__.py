@@ -1,0 +1,1 @@
+"""Retention policies: which KV pages of a running sequence are kept."""
