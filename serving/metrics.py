@@ -54,7 +54,7 @@ class FleetTotals:
     busy_s: float  # seconds of steps, summed over replicas
     steps: int
     events: int  # of the event loop: what the simulator itself did
-    kv_blocks: int  # usable blocks of all replicas together
+    kv_blocks: float  # usable blocks of all replicas together; on average, where they come and go
     kv_block_seconds: float  # integral over time of the blocks in use
     kv_max_fraction: float  # fullest moment of any replica
     preemptions: int

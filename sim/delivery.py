@@ -55,6 +55,11 @@ class Delivery:
         self._rates: list[float] = [0, 0.0, 0.0]  # of transfers: how many, mean, sum of squared differences
         self._done_s: list[float] = []
 
+    @property
+    def network(self) -> Network:
+        """The links that requests cross."""
+        return self._network
+
     def __len__(self) -> int:
         """Requests on their way."""
         return len(self._under_way)

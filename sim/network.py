@@ -20,7 +20,7 @@ from sim.environment import TRANSFER, Environment
 from sim.fair_share import max_min_rates
 from sim.flows import INFINITY, Flow, Group, GroupKey, Load
 from sim.settle import settle
-from sim.topology import LinkGraph
+from sim.topology import Channel, LinkGraph
 
 
 class Network:
@@ -44,6 +44,7 @@ class Network:
         self._loads: dict[int, Load] = {}
         self._dirty_groups: dict[Group, None] = {}
         self._dirty_loads: dict[Load, None] = {}
+        self._factors: dict[str, float] = {}  # of degraded links, by the beginning of their names
         self._moved_bytes: dict[int, float] = {}  # by channel, of flows that ended: the other side of check()
 
     # --- transfers ---------------------------------------------------------------------------------------------------
@@ -75,7 +76,8 @@ class Network:
         uses = tuple((channel.index, times) for channel, times in route.channels)
         for channel, _ in route.channels:
             if channel.index not in self._loads:
-                self._loads[channel.index] = Load(channel)
+                load = self._loads[channel.index] = Load(channel)
+                load.capacity = self._capacity(channel)
         cap = max(1, int(route.bytes_per_s * aligned)) if uses else INFINITY
         flow = Flow(self._next_flow, src, dst, size_bytes, route, (uses, cap, priority), self.now_s)
         self._next_flow += 1
@@ -114,22 +116,34 @@ class Network:
     def set_link_factor(self, name: str, factor: float) -> None:
         """Degrade (or restore, 1.0) every channel whose name starts with ``name`` to ``factor`` of its rate; 0 stalls its flows.
 
-        Only channels that some transfer has used exist yet. Raises InputError when none matches or the factor is not in [0, 1].
+        Factors of different names that both match a channel multiply. Channels exist once somebody has asked for a route over them
+        (``check_link``). Raises InputError when none matches or the factor is not in [0, 1].
         """
         if not 0.0 <= factor <= 1.0:
             raise InputError("link", f"factor {factor} is outside [0, 1]")
-        matches = [load for load in self._loads.values() if load.channel.name.startswith(name)]
-        if not matches:
-            raise InputError(
-                "link", f"no link in use is named '{name}'", nearest(name, [load.channel.name for load in self._loads.values()])
-            )
+        self.check_link(name, "link")
         self._follow_clock()
-        for load in matches:
-            load.capacity = load.channel.bytes_per_s * factor
+        if factor == 1.0:
+            self._factors.pop(name, None)
+        else:
+            self._factors[name] = factor
+        for load in self._loads.values():
+            if not load.channel.name.startswith(name):
+                continue
+            load.capacity = self._capacity(load.channel)
             load.peaks = {}  # whatever it carries is solved again
             self._dirty_loads[load] = None
         self._resolve()
         self._arm()
+
+    def check_link(self, name: str, where: str) -> None:
+        """Raise InputError, blaming ``where``, unless the name of some channel that a route has crossed begins with ``name``."""
+        known = [channel.name for channel in self.graph.channels()]
+        if not any(channel.startswith(name) for channel in known):
+            raise InputError(where, f"no link that is crossed is named '{name}'", nearest(name, known))
+
+    def _capacity(self, channel: Channel) -> float:
+        return channel.bytes_per_s * math.prod(factor for name, factor in self._factors.items() if channel.name.startswith(name))
 
     # --- time --------------------------------------------------------------------------------------------------------
 

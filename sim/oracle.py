@@ -33,8 +33,8 @@ class Oracle:
         self._output_tokens.pop(request_id, None)
 
     def output_tokens(self, request_id: int) -> int:
-        """True output length of a request that is here."""
-        return self._output_tokens[request_id]
+        """True output length of a request that is here; 0 when nobody has told it (yet, or any more)."""
+        return self._output_tokens.get(request_id, 0)
 
     def joined(self, seq: Sequence) -> None:
         """``seq`` decodes from the step being planned on, with KV that came from elsewhere."""

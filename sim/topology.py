@@ -141,6 +141,10 @@ class LinkGraph:
         channels = tuple((self._channel(owners[owner], key, direction, rate), times) for (owner, key, direction, rate), times in plan.steps)
         return Route(channels, plan.latency_s, plan.operation_s, plan.granule_bytes, plan.bytes_per_s)
 
+    def channels(self) -> list[Channel]:
+        """The channels of all routes asked for so far."""
+        return list(self._channels.values())
+
     def latency_s(self, src: str, dst: str) -> float:
         """Seconds before the first byte from ``src`` reaches ``dst`` on idle links."""
         return self.route(src, dst).latency_s

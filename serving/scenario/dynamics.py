@@ -45,7 +45,8 @@ class Fault(BaseModel):
 
     ``replica_loss``: the replica is gone with all it held and is back, empty, after ``for_s``. ``slow_gpu``: its steps take
     ``factor`` times as long for ``for_s``. ``host_stall``: the step being executed ends ``for_s`` later. ``slow_link``: links whose
-    name starts with ``link`` move at ``factor`` of their rate for ``for_s`` (fleets with pools).
+    name starts with ``link`` move at ``factor`` of their rate for ``for_s`` (fleets with pools or an ingress). Replicas are counted
+    from 0, with pools those of prefill first.
     """
 
     model_config = STRICT
@@ -61,10 +62,14 @@ class Fault(BaseModel):
     def _complete(self) -> Fault:
         if (self.at_s is None) == (self.every_s is None):
             raise PydanticCustomError("form", "needs exactly one of at_s and every_s")
-        if self.kind in ("slow_gpu", "slow_link") and self.factor is None:
-            raise PydanticCustomError("form", "needs the key 'factor'")
-        if self.kind == "slow_link" and self.link is None:
-            raise PydanticCustomError("form", "needs the key 'link'")
+        uses = {"slow_gpu": ("replica", "factor"), "slow_link": ("factor", "link")}.get(self.kind, ("replica",))
+        for key in ("replica", "factor", "link"):
+            if getattr(self, key) is not None and key not in uses:
+                raise PydanticCustomError("form", "'{key}' means nothing to a {kind}", {"key": key, "kind": self.kind})
+            if getattr(self, key) is None and key in uses and key != "replica":
+                raise PydanticCustomError("form", "needs the key '{key}'", {"key": key})
+        if self.kind == "slow_gpu" and self.factor < 1 or self.kind == "slow_link" and self.factor > 1:
+            raise PydanticCustomError("range", "factor must be at least 1 for a slow_gpu and at most 1 for a slow_link")
         return self
 
 
@@ -76,4 +81,5 @@ class Faults(BaseModel):
     lost_requests: Annotated[Literal["retry", "fail"], Field(description="retry: routed again, from the start")] = "retry"
     retries: Annotated[CountOrZero, Field(description="times a request is routed again before it fails")] = 3
     window_s: Annotated[Positive, Field(description="arrivals are judged against the SLO in windows of this length")] = 10.0
+    cold_start: Annotated[ColdStart | None, Field(description="of a lost replica's new process; null: as for autoscaling")] = None
     recovered: Annotated[Fraction | None, Field(description="share of a window that must meet the SLO; null: slo.attainment")] = None

@@ -45,8 +45,8 @@ def test_blocks_in_use_over_time_by_hand():
     case = Case(blocks=11, latency=Linear(0.1, 0.0, 0.0, 0.0))
     served = serve(case, [Arrival(request(0, 1.0, 30), 4)])
     replica = served.cluster.replicas[0]
-    assert replica.kv_block_seconds == pytest.approx(0.1 * (2 + 2 + 2 + 3))
-    assert replica.kv_max_blocks == 3
+    assert replica.pages.block_seconds == pytest.approx(0.1 * (2 + 2 + 2 + 3))
+    assert replica.pages.max_blocks == 3
     assert served.summary["kv_utilisation"] == {"mean": pytest.approx(0.9 / (10 * 1.4)), "max": 0.3}
 
 
