@@ -46,12 +46,20 @@ EFFECTS = {
         "by topology": (), "random": ("policy.routing=random",), "by load": ("policy.routing=least_outstanding_tokens",)}),
     "A15": Effect("adapters", ("ttft_s.mean", "output_tokens_per_s"), {
         "eight slots": (), "a blocked head blocks": ("adapters.max_bypasses=0",)}),
-    "B1": Effect("kv-offload", (*LATENCY, "prefix_cache_hit_rate"), {
+    "B2": Effect("kv-offload", (*LATENCY, "prefix_cache_hit_rate"), {
         "host tier": (), "none": ("kv_cache.tiers=[]",), "never read back": ("policy.reload=never",)}),
     "B6": Effect("kv-sharding", (*LATENCY, "kv_utilisation.max", "load_factor"), {
         "head": ("policy.sharding=head",), "layer": ("policy.sharding=layer",), "sequence": ("policy.sharding=sequence",)}),
+    "B7": Effect("chat-8b", ("kv_utilisation.max", "tpot_s.mean", "e2e_s.mean"), {
+        "bf16 pages": ("workload.requests=3000",), "fp8 pages": ("kv_cache.dtype=fp8", "workload.requests=3000")}),
+    "B9": Effect("long-context", ("ttft_s.mean", "tpot_s.mean", "e2e_s.mean", "kv_utilisation.mean"), {
+        "as it is": (), "everything kept": ("retention=null",)}),
     "C4": Effect("ring-attention", ("ttft_s.mean", "ttft_s.p99", "load_factor"), {
         "overlapped": (), "in turn": ("latency.ring_overlap=false",), "one GPU": ("cluster.sequence_parallel=1",)}),
+    "D2": Effect("quickstart", ("tpot_s.mean",), {
+        "graphs": ("llm=qwen2.5-0.5b", "max_model_len=8192", "workload.requests=500"), "eager": ("llm=qwen2.5-0.5b", "max_model_len=8192", "latency={name: roofline, capture_sizes: []}", "workload.requests=500")}),
+    "D3": Effect("chat-8b", ("tpot_s.mean", "load_factor"), {
+        dtype: (f"cluster.weight_dtype={dtype}", "workload.requests=3000") for dtype in ("bf16", "fp8", "int4")}),
     "D4": Effect("expert-parallel", ("tpot_s.mean", "output_tokens_per_s", "slo_attainment.overall", "load_factor"), {
         "drawn": (), "balanced": ("cluster.experts.placement=balanced",), "even": ("cluster.experts.zipf=0.0",)}),
     "F4": Effect("replica-loss", ("ttft_s.p99", "slo_attainment.overall", "fleet.faults"), {"as it is": ()}),
