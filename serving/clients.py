@@ -120,9 +120,11 @@ class Turns:
         due, now_s = self._due, self._env.now
         while due and due[0][0] <= now_s:
             time_s, request_id, progress = heappop(due)
-            request, output_tokens = progress.turns[progress.position].arrival
+            turn = progress.turns[progress.position]
+            request, output_tokens = turn.arrival
             self._unanswered[request_id] = progress  # before submitting: a refusal is told at once
-            self._submit(tuple.__new__(Request, (request_id, time_s, *request[2:])), output_tokens)
+            arrival_s = progress.start_s if turn.from_start else time_s
+            self._submit(tuple.__new__(Request, (request_id, arrival_s, *request[2:])), output_tokens)
 
     def _outcome(self, request_id: int, time_s: float, status: str) -> None:
         progress = self._unanswered.pop(request_id, None)

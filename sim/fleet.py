@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hwmodels import latency
-from hwmodels.adapted import Adapted
-from hwmodels.drafting import Drafting
-from hwmodels.expert_load import busiest_rank
 from hwmodels.group_links import GroupLinks
 from hwmodels.latency import LatencyModel
 from serving.catalog import Gpu, load_gpu, load_llm
@@ -33,6 +29,7 @@ from sim.disaggregation import Disaggregated
 from sim.environment import Environment
 from sim.held_weights import resident_gib
 from sim.network import Network
+from sim.pricing import price
 from sim.replica import Replica
 from sim.tenancy import Crowded, SharedGpus, burden
 from sim.topology import LinkGraph
@@ -100,18 +97,11 @@ def resolve(scenario: Scenario, on: tuple[LinkGraph, list[list[str]]] | None = N
 
 def _latency_models(scenario: Scenario, llm: Llm, gpu: Gpu, layout: Layout, graph: LinkGraph | None, placed: list[list[str]]) -> list[LatencyModel]:
     """The latency model of every placed replica, shared by those whose links are alike; just one without a topology."""
-    cluster, cache = scenario.cluster, scenario.kv_cache
     built: dict[GroupLinks | None, LatencyModel] = {}
     models = []
     for links in [placement.links_of(graph, gpus, layout, gpu) for gpus in placed] if graph is not None else [None]:
         if links not in built:
-            model = latency.build(
-                scenario.latency.name, scenario.latency.options, llm=llm, gpu=gpu, layout=layout, links=links,
-                imbalance=busiest_rank(cluster.experts, llm, layout, stream(scenario.seed, "experts")),
-                weight_dtype=None if cluster.weight_dtype == "auto" else cluster.weight_dtype,
-                kv_dtype="bf16" if cache.dtype == "auto" else cache.dtype, where=scenario.latency.where,
-            )  # fmt: skip
-            built[links] = _with_adapters(_with_drafts(model, scenario, gpu), scenario, llm, gpu, layout)
+            built[links] = price(scenario, llm, gpu, layout, links)
         models.append(built[links])
     return models
 
@@ -180,24 +170,6 @@ def resolve_fleet(scenario: Scenario) -> dict[str, Parts]:
         layout = build_layout(pool.cluster, pool.policy, load_llm(pool.llm))
         wanted.append(placement.Wanted(layout, load_gpu(pool.cluster.gpu), pool.cluster.replicas, "cluster.pools"))
     return {role: resolve(pool, (graph, placed)) for (role, pool), placed in zip(pools.items(), placement.place(graph, wanted))}
-
-
-def _with_drafts(model: LatencyModel, scenario: Scenario, gpu: Gpu) -> LatencyModel:
-    """Add the price of draft tokens; the drafter runs on the first GPU of the replica alone."""
-    spec = scenario.speculation
-    if spec is None:
-        return model
-    if spec.draft_llm is None:
-        return Drafting(model, fraction=spec.draft_step_fraction)
-    drafter = latency.build("roofline", {}, llm=load_llm(spec.draft_llm, "speculation.draft_llm"), gpu=gpu, where="speculation.draft_llm")
-    return Drafting(model, drafter=drafter)
-
-
-def _with_adapters(model: LatencyModel, scenario: Scenario, llm: Llm, gpu: Gpu, layout: Layout) -> LatencyModel:
-    spec = scenario.adapters
-    if spec is None:
-        return model
-    return Adapted(model, llm, gpu, rank=spec.rank, tensor_parallel=layout.tensor_parallel, load_bytes_per_s=spec.load_bytes_per_s)
 
 
 def build_cluster(

@@ -29,6 +29,7 @@ from serving.scenario.fields import (
 from serving.scenario.parallel import Experts, Ingress, Tenancy
 from serving.scenario.planning import Plan
 from serving.scenario.retention import Retention
+from serving.scenario.weights import Weights
 from serving.scenario.workload import Workload
 
 WeightDtype = Literal["auto", "bf16", "fp16", "fp8", "int8", "int4", "mxfp4", "nvfp4"]
@@ -279,6 +280,7 @@ class Scenario(BaseModel):
     slo: Slo = Slo()
     speculation: Annotated[Speculation | None, Field(description="draft tokens")] = None
     faults: Annotated[Faults | None, Field(description="what breaks while it serves")] = None
+    weights: Annotated[Weights | None, Field(description="how the trunk's weights are kept and used")] = None
     retention: Annotated[Retention | None, Field(description="pages that running sequences give back")] = None
     adapters: Annotated[Adapters | None, Field(description="slots for adapters (LoRA) on every replica")] = None
     measure: Measure = Measure()

@@ -11,6 +11,7 @@ from serving.scenario.adapters import AdapterMix
 from serving.scenario.arrivals import Arrivals, ClosedLoop, Piecewise, RatePerMinute
 from serving.scenario.distributions import Constant, Distribution
 from serving.scenario.fields import STRICT, Count, CountOrZero, DataFile, Fraction, Integer, Name, NotNegative, Positive, Switch
+from serving.scenario.reasoning import Reasoning
 
 Lengths = Annotated[Distribution | None, Field(description="tokens per request")]
 Cap = Annotated[
@@ -117,6 +118,7 @@ class Workload(BaseModel):
     prefix: Prefix | None = None
     adapters: Annotated[AdapterMix | None, Field(description="which requests use which adapter")] = None
     sessions: Sessions | None = None
+    reasoning: Annotated[Reasoning | None, Field(description="hidden rounds before each answer")] = None
     trace: Trace | None = None
 
     @field_validator("trace", mode="before")
@@ -136,6 +138,8 @@ class Workload(BaseModel):
 
     @model_validator(mode="after")
     def _complete(self) -> Workload:
+        if self.reasoning is not None and (self.sessions is not None or self.trace is not None):
+            raise PydanticCustomError("form", "reasoning cannot be combined with sessions or a trace")
         if self.trace is not None:
             return self
         if self.arrivals is None:

@@ -13,6 +13,7 @@ from serving.scenario.model import Slo
 from serving.scenario.workload import Trace, Workload
 from serving.workload.adapters import adapted_arrivals, adapted_sessions
 from serving.workload.context import Context
+from serving.workload.reasoning import reasoning_sessions
 from serving.workload.replay import check, replay, replay_sessions, trace_format, turn_timing
 from serving.workload.sessions import Session, Turn, synthetic_sessions
 from serving.workload.synthetic import synthetic
@@ -30,7 +31,7 @@ def follows_answers(workload: Workload, trace: Trace | None = None) -> bool:
     """
     trace = trace or workload.trace
     if workload.closed_loop is not None or trace is None:
-        return workload.closed_loop is not None or workload.sessions is not None
+        return any(part is not None for part in (workload.closed_loop, workload.sessions, workload.reasoning))
     known = trace_format(trace)
     return turn_timing(trace, known) != "open"
 
@@ -94,6 +95,8 @@ def conversations(
     else:
         arrivals = synthetic(workload, context)
     arrivals = _adapted(arrivals, workload, context)
+    if workload.reasoning is not None:
+        return _begun(reasoning_sessions(arrivals, workload.reasoning, context))
     return _begun(Session(arrival.request.arrival_s, (Turn(arrival, 0.0),)) for arrival in arrivals)
 
 

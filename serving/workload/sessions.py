@@ -27,6 +27,7 @@ class Turn(NamedTuple):
     arrival: Arrival
     gap_s: float
     not_before_s: float = 0.0
+    from_start: bool = False  # its arrival counts from the start of the session: what came before was part of answering it
 
 
 class Session(NamedTuple):

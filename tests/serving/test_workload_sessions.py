@@ -32,7 +32,7 @@ def test_every_turn_says_all_that_was_said_before(block: int, longest: int, requ
     assert [session.start_s for session in made] == sorted(session.start_s for session in made)
     for number, session in enumerate(made):
         history, cached = 0, ()
-        for position, (arrival, gap_s, _) in enumerate(session.turns):
+        for position, (arrival, gap_s, *_) in enumerate(session.turns):
             request = arrival.request
             assert request.session == number
             assert (gap_s > 0.0) == (position > 0)
