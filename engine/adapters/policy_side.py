@@ -123,6 +123,7 @@ class PolicySide:
         """A request has left: tell the policies that learn, and forget it."""
         seq = self._seqs.pop(theirs.request_id)
         del self._theirs[seq.request_id]
+        self.queue.waiting_count -= seq.state == WAITING
         seq.generated, seq.preemptions = theirs.num_output_tokens, theirs.num_preemptions
         request = seq.request
         outcome = Outcome(
@@ -154,6 +155,8 @@ class PolicySide:
     def admitted(self, theirs: Theirs, number: int, now_s: float) -> None:
         """A request got a seat, its ``number``-th admission in all."""
         seq = self._seqs[theirs.request_id]
+        seq.state = PREFILLING
+        self.queue.waiting_count -= 1
         seq.admission_index = number
         if math.isnan(seq.scheduled_s):
             seq.scheduled_s = now_s

@@ -5,7 +5,7 @@
 
 ```
 NAME/scenario.yaml, log/, server.log        what was served, and what vLLM did
-NAME/wall, NAME/processor                   the same as run directories, by two clocks (engine.adapters.vllm_run)
+NAME/wall, NAME/normalised, ...             the same as run directories, by several clocks (engine.adapters.vllm_run)
 NAME/...-simulated                          what the simulator says of the same requests
 fit-CLOCK.yaml, result.json                 the calibration from the run `calibrate`, all figures
 ```
@@ -31,7 +31,10 @@ from serving.errors import InputError
 from serving.scenario import Scenario, load
 
 ROOT = Path(__file__).resolve().parents[2]
-CLOCKS = ("wall", "processor")
+CLOCKS = ("wall", "processor", "normalised")
+VIEWS = {  # name -> clock, and what counts as an arrival (engine.adapters.vllm_run)
+    "wall": ("wall", "client"), "processor": ("processor", "client"), "normalised": ("normalised", "client"), "normalised-seen": ("normalised", "seen"),
+}  # fmt: skip
 START_S = 300.0
 
 
@@ -53,7 +56,7 @@ class Lane(NamedTuple):
 
 
 def planned(requests: int, rates: tuple[float, float, float]) -> list[Served]:
-    """Calibrate at the first rate; hold out the second, twice; at the third, an overload, compare two orderings."""
+    """Calibrate at the first rate; hold out the second, twice; at the third, an overload, compare two orderings; make one pool so small that it preempts."""
     some = f"workload.requests={requests}"
     calm, busy, over = (f"workload.arrivals.rate_rps={rate:g}" for rate in rates)
     return [
@@ -61,6 +64,7 @@ def planned(requests: int, rates: tuple[float, float, float]) -> list[Served]:
         Served("held-out-1", (some, busy), gated=True),
         Served("held-out-2", (some, busy, "seed=6"), gated=True),
         Served("overload-fcfs", (some, over, "seed=7")),
+        Served("tight-pool", (some, busy, "seed=8", "kv_cache.blocks=22", "policy.batching.max_batch_tokens=512")),
         Served("overload-shortest-first", (some, over, "seed=7", "policy.ordering.name=shortest_job", "policy.ordering.ageing_tokens_per_s=0")),
     ]
 
@@ -76,10 +80,16 @@ def serve(lane: Lane, run: Served) -> Path:
         command = [lane.python, "-m", "engine.adapters.replay", str(file), "--url", url, "--model", "served", "--vocab", str(_vocab(lane.model)),
                    "--max-model-len", str(scenario.max_model_len)]  # fmt: skip
         _run(command, environment=_server_environment())
-    for clock in CLOCKS:
-        _python("engine.adapters.vllm_run", folder / "log", "--out", folder / clock, "--clock", clock, "--trace", folder / f"{clock}.jsonl")
-    _python("engine.adapters.vllm_run", folder / "log", "--out", folder / "seen", "--arrivals", "seen")
     return folder
+
+
+def convert(lane: Lane, run: Served) -> None:
+    """Make run directories of a run's log, one for each view of it and one for ``parity``."""
+    folder = lane.out / run.name
+    for view, (clock, arrivals) in VIEWS.items():
+        _python("engine.adapters.vllm_run", folder / "log", "--out", folder / view, "--clock", clock, "--arrivals", arrivals, "--trace",
+                folder / f"{view}.jsonl")  # fmt: skip
+    _python("engine.adapters.vllm_run", folder / "log", "--out", folder / "seen", "--arrivals", "seen")
 
 
 @contextlib.contextmanager
@@ -89,7 +99,7 @@ def _server(lane: Lane, scenario: Scenario, file: Path, folder: Path) -> Iterato
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     batching, cache = scenario.policy.batching, scenario.kv_cache
-    settings = json.dumps({"twinserve": {"scenario": str(file.resolve()), "log": str((folder / "log").resolve())}})
+    settings = json.dumps({"twinserve": {"scenario": str(file.resolve()), "log": str((folder / "log").resolve()), "reference": True}})
     command = [
         lane.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(lane.model), "--served-model-name", "served", "--enforce-eager",
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(scenario.max_model_len),
@@ -142,15 +152,15 @@ def calibrate(lane: Lane, clock: str) -> dict[str, Any] | None:
     return json.loads(done.stdout) if done.returncode == 0 else None
 
 
-def judge(lane: Lane, run: Served, clock: str) -> dict[str, Any]:
+def judge(lane: Lane, run: Served, view: str) -> dict[str, Any]:
     """Simulate the requests of ``run`` with the fit and compare: what ``compare --json`` says under ``metrics``."""
-    folder = lane.out / run.name
-    simulated = folder / f"{clock}-simulated"
+    folder, clock = lane.out / run.name, VIEWS[view][0]
+    simulated = folder / f"{view}-simulated"
     _twinserve(
-        "run", folder / "scenario.yaml", "--trace", folder / f"{clock}.jsonl", "--set", "latency.name=fitted",
+        "run", folder / "scenario.yaml", "--trace", folder / f"{view}.jsonl", "--set", "latency.name=fitted",
         "--set", f"latency.file={_fit(lane, clock)}", "--out", simulated, "--json",
     )  # fmt: skip
-    return json.loads(_twinserve("compare", folder / clock, simulated, "--json").stdout)["metrics"]
+    return json.loads(_twinserve("compare", folder / view, simulated, "--json").stdout)["metrics"]
 
 
 def _fit(lane: Lane, clock: str) -> Path:
@@ -191,16 +201,16 @@ def _run(command: Sequence[str], *, environment: dict[str, str] | None = None, m
 def table(result: dict[str, Any]) -> str:
     """The figures for a reader: errors of the simulator, run by run and clock by clock."""
     picked = (("tpot_s", "mean"), ("output_tokens_per_s", "mean"), ("ttft_s", "mean"), ("ttft_s", "p50"), ("e2e_s", "mean"))
-    lines = [f"{'run':<26}{'clock':<11}" + "".join(f"{metric.removesuffix('_s')} {statistic}".rjust(28) for metric, statistic in picked)]
-    for name, by_clock in result["runs"].items():
-        for clock, metrics in by_clock["metrics"].items():
+    lines = [f"{'run':<26}{'view':<17}" + "".join(f"{metric.removesuffix('_s')} {statistic}".rjust(28) for metric, statistic in picked)]
+    for name, by_view in result["runs"].items():
+        for view, metrics in by_view["metrics"].items():
             cells = []
             for metric, statistic in picked:
                 row = metrics[metric][statistic]
                 unit = 1e3 if metric != "output_tokens_per_s" else 1.0
                 cells.append(f"{row['real'] * unit:9.1f} {row['simulated'] * unit:9.1f} {row['error']:+7.1%}".rjust(28))
-            lines.append(f"{name:<26}{clock:<11}" + "".join(cells))
-        lines.append(f"{'':<26}{by_clock['plans']} plans, {by_clock['differing_plans']} that our scheduler would not have made")
+            lines.append(f"{name:<26}{view:<17}" + "".join(cells))
+        lines.append(f"{'':<26}{by_view['plans']} plans, {by_view['differing_plans']} that our scheduler would not have made")
     return "\n".join(lines)
 
 
@@ -213,18 +223,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=150)
     parser.add_argument("--rates", type=float, nargs=3, default=(1.0, 2.0, 6.0), help="calibration, hold-out, overload; requests per second")
-    parser.add_argument("--judge-only", action="store_true", help="serve nothing: judge what an earlier sitting served")
+    parser.add_argument("--serve", nargs="*", metavar="NAME", help="serve only these runs (none: just judge what earlier sittings served)")
     arguments = parser.parse_args()
     lane = Lane(arguments.scenario, arguments.vllm_python, arguments.model.resolve(), arguments.out.resolve())
     runs = planned(arguments.requests, tuple(arguments.rates))
-    if not arguments.judge_only:
-        for run in runs:
+    for run in runs:
+        if arguments.serve is None or run.name in arguments.serve:
             print(f"serving {run.name}", file=sys.stderr, flush=True)
             serve(lane, run)
+    served = [run for run in runs if (lane.out / run.name / "log").is_dir()]
+    for run in served:
+        convert(lane, run)
     fits = {clock: calibrate(lane, clock) for clock in CLOCKS}
     result: dict[str, Any] = {"calibration": fits, "runs": {}}
-    for run in runs:
-        metrics = {clock: judge(lane, run, clock) for clock in CLOCKS if fits[clock] is not None}
+    for run in served:
+        metrics = {view: judge(lane, run, view) for view, (clock, _) in VIEWS.items() if fits[clock] is not None}
         plans = decisions(lane, run)
         result["runs"][run.name] = {"gated": run.gated, "metrics": metrics, **plans}
     (lane.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

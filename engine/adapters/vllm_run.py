@@ -1,11 +1,13 @@
 """A log of another engine's steps as a run directory: what ``calibrate``, ``compare`` and ``parity`` read.
 
-``python -m engine.adapters.vllm_run LOG --out DIR [--clock wall|processor] [--arrivals client|seen] [--trace FILE]``
+``python -m engine.adapters.vllm_run LOG --out DIR [--clock wall|processor|normalised] [--arrivals client|seen] [--trace FILE]``
 
 wall        seconds as they passed
 processor   a step takes the seconds that the engine's process spent on a processor; pauses stay as they were, and every instant within a step moves
             with it. What other programs on a shared machine take away is then no part of the run, while arrivals, decisions and their order stay
             what they were. Only for an engine that computes in its own process on a CPU
+normalised  as processor, relative to the reference that was timed between steps (the median of its latest 8), which counts as 10 ms: what makes
+            the processor itself slower or faster, neighbours in its caches for instance, cancels
 
 client      a request arrives when the HTTP server has it
 seen        a request arrives at the beginning of the first step whose plan could take it: what lies between (parsing, queues between processes) is no
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +32,9 @@ from serving.metrics import ABORTED, COMPLETED, FleetTotals, Metrics
 from serving.records import RunWriter
 from serving.scenario import Scenario, from_mapping
 
-CLOCKS = ("wall", "processor")
+CLOCKS = ("wall", "processor", "normalised")
+REFERENCE_S = 0.010
+REFERENCES = 8
 ARRIVALS = ("client", "seen")
 NAN = math.nan
 
@@ -72,9 +77,10 @@ def _lines(file: Path, text: str) -> list[dict[str, Any]]:
 
 
 class Warp:
-    """Maps instants of the wall onto a clock on which each step takes as long as given and a pause as long as it took."""
+    """Maps instants of the wall onto a clock on which each step takes as long as given and a pause as long as it took; ``zero_s`` becomes 0."""
 
-    def __init__(self, steps: list[dict[str, Any]], durations_s: list[float]) -> None:
+    def __init__(self, steps: list[dict[str, Any]], durations_s: list[float], zero_s: float = 0.0) -> None:
+        self._zero_s = 0.0
         self._edges: list[float] = [0.0]  # on the wall: begin and end of every step
         self._mapped: list[float] = [0.0]
         for step, duration_s in zip(steps, durations_s):
@@ -82,6 +88,7 @@ class Warp:
             self._mapped += [self._mapped[-1] + begin_s - self._edges[-1]]
             self._mapped += [self._mapped[-1] + duration_s]
             self._edges += [begin_s, max(begin_s, step["start_s"] + step["duration_s"])]
+        self._zero_s = self(zero_s)
 
     def __call__(self, wall_s: float | None) -> float:
         """The instant by the other clock; NaN for None."""
@@ -89,9 +96,9 @@ class Warp:
             return NAN
         at = min(bisect_right(self._edges, wall_s), len(self._edges)) - 1
         if at == len(self._edges) - 1:
-            return self._mapped[at] + wall_s - self._edges[at]
+            return self._mapped[at] + wall_s - self._edges[at] - self._zero_s
         share = (wall_s - self._edges[at]) / (self._edges[at + 1] - self._edges[at])
-        return self._mapped[at] + share * (self._mapped[at + 1] - self._mapped[at])
+        return self._mapped[at] + share * (self._mapped[at + 1] - self._mapped[at]) - self._zero_s
 
 
 def durations_s(log: Log, clock: str) -> list[float]:
@@ -100,7 +107,27 @@ def durations_s(log: Log, clock: str) -> list[float]:
         raise InputError("--clock", f"there is no clock '{clock}'", "wall or processor")
     if clock == "wall":
         return [step["duration_s"] for step in log.steps]
-    return [min(step["processor_s"], step["duration_s"]) for step in log.steps]
+    seconds = [min(step["processor_s"], step["duration_s"]) for step in log.steps]
+    return seconds if clock == "processor" else _normalised(log, seconds)
+
+
+def _normalised(log: Log, seconds: list[float]) -> list[float]:
+    """Each step's seconds relative to the references timed around it."""
+    timed = [(at, step["reference_s"]) for at, step in enumerate(log.steps) if step.get("reference_s")]
+    if not timed:
+        raise InputError("--clock", "the log holds no reference to normalise by", 'serve with the setting "reference": true')
+    places = [at for at, _ in timed]
+    result = []
+    for at, value in enumerate(seconds):
+        last = max(1, bisect_right(places, at))
+        latest = [reference_s for _, reference_s in timed[max(0, last - REFERENCES) : last]]
+        result.append(value / statistics.median(latest) * REFERENCE_S)
+    return result
+
+
+def zero_s(log: Log) -> float:
+    """The instant that becomes zero: the first arrival."""
+    return min((request["arrival_s"] for request in log.requests), default=0.0)
 
 
 def with_arrivals_as_seen(log: Log) -> Log:
@@ -113,7 +140,7 @@ def write_run(log: Log, out: Path, *, clock: str = "wall") -> None:
     """Write the run directory. Raises InputError as ``durations_s`` does, or when ``out`` cannot be written."""
     scenario = from_mapping(log.meta["scenario"], shown="meta.json")
     seconds = durations_s(log, clock)
-    warp = Warp(log.steps, seconds)
+    warp = Warp(log.steps, seconds, zero_s(log))
     names = [row.name for row in scenario.workload.classes] or ["default"]
     metrics = Metrics(names, scenario.slo.targets, keep_rows=True)
     with RunWriter(out, steps=True, plans=True, engine_steps=True) as writer:
@@ -187,12 +214,14 @@ def _as_it_ran(scenario: Scenario, meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _device(meta: dict[str, Any], clock: str) -> str:
-    return f"{meta['hardware']['device_name']}, {meta['distribution']} {meta['vllm_version']}" + (", processor time" if clock == "processor" else "")
+    return f"{meta['hardware']['device_name']}, {meta['distribution']} {meta['vllm_version']}" + {"wall": "", "processor": ", processor time"}.get(
+        clock, f", processor time normalised to a reference of {REFERENCE_S * 1e3:g} ms"
+    )
 
 
 def write_trace(log: Log, file: Path, *, clock: str = "wall") -> None:
     """Write the completed requests as a trace, arrivals by ``clock``."""
-    warp = Warp(log.steps, durations_s(log, clock))
+    warp = Warp(log.steps, durations_s(log, clock), zero_s(log))
     done = [request for request in log.requests if request["status"] == "completed"]
     rows = [
         {

@@ -100,7 +100,7 @@ def candidates(dim: int, itemsize: int) -> list[DecodeTuning]:
 
     def distance(one: DecodeTuning) -> tuple:
         far = abs(one.block_n.bit_length() - default.block_n.bit_length()) + abs(one.warps.bit_length() - default.warps.bit_length())
-        return (far + abs(one.stages - default.stages), one)
+        return (far + abs(one.stages - default.stages) + abs(one.waves - default.waves), one)
 
     tiles = [one._replace(resident=resident(one, dim, itemsize)) for one in decode_attention.CANDIDATES]
     waves = [default._replace(waves=count) for count in (2, 4, 8, 12)]

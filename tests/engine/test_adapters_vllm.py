@@ -10,7 +10,7 @@ import pytest
 from fake_vllm import VERSION, AsyncScheduler, FakeRequest, config, install
 
 from engine.adapters.ordered_queue import OrderedQueue
-from engine.adapters.vllm_run import Warp, read_log, with_arrivals_as_seen, write_run, write_trace
+from engine.adapters.vllm_run import Log, Warp, durations_s, read_log, with_arrivals_as_seen, write_run, write_trace
 from serving.errors import InputError
 from serving.records import open_run
 from validate.importers import import_file
@@ -117,7 +117,7 @@ def test_the_victim_policy_names_who_is_evicted_when_blocks_run_short(build, pre
 
 
 def test_a_closed_window_admits_nobody_but_counts_who_waits(build):
-    scheduler = build(batching=", window: {name: fixed, window_s: 0.05, size: 3}")
+    scheduler = build(batching=", window: {name: fixed, window_s: 0.4, size: 3}")
     scheduler.add_request(request("a", 5))
     assert step(scheduler) == {} and len(scheduler.waiting) == 1
     scheduler.add_request(request("b", 5))
@@ -125,7 +125,7 @@ def test_a_closed_window_admits_nobody_but_counts_who_waits(build):
     assert set(step(scheduler)) == {"a", "b", "c"}, "three wait: it opens at once"
     scheduler.add_request(request("d", 5))
     assert "d" not in step(scheduler)
-    time.sleep(0.06)
+    time.sleep(0.45)
     assert "d" in step(scheduler)
 
 
@@ -226,13 +226,28 @@ def test_the_processor_clock_moves_instants_with_their_steps(build, tmp_path):
     steps = [{"start_s": 1.0, "duration_s": 2.0}, {"start_s": 3.0, "duration_s": 4.0}, {"start_s": 8.0, "duration_s": 1.0}]
     warp = Warp(steps, [1.0, 1.0, 1.0])
     assert [warp(at) for at in (0.5, 1.0, 2.0, 3.0, 5.0, 7.0, 7.5, 8.0, 9.0, 11.0)] == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 7.0]
-    assert np.isnan(warp(None))
+    assert np.isnan(warp(None)) and Warp(steps, [1.0, 1.0, 1.0], 2.0)(9.0) == 3.5
     scheduler = build(log=True)
     serve_all(scheduler, 40)
     log = read_log(tmp_path / "log")
     write_trace(log, tmp_path / "trace.jsonl", clock="processor")
     times = [json.loads(line)["arrival_s"] for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
     assert times == sorted(times) and len(times) == 40
+
+
+def test_the_normalised_clock_cancels_what_slows_the_processor_down(build, tmp_path):
+    with pytest.raises(InputError, match="holds no reference"):
+        durations_s(Log({}, [{"processor_s": 1.0, "duration_s": 1.0, "reference_s": 0.0}], []), "normalised")
+    slow = [1.0] * 40 + [2.0] * 40  # the machine halves its speed
+    steps = [{"processor_s": 0.03 * pace, "duration_s": 9.0, "reference_s": 0.01 * pace if not at % 4 else 0.0} for at, pace in enumerate(slow)]
+    found = durations_s(Log({}, steps, []), "normalised")
+    assert found[:40] == pytest.approx([0.03] * 40) and found[-12:] == pytest.approx([0.03] * 12)
+    scheduler = build(log=True, started_with={"extra": {"reference": True}})
+    serve_all(scheduler, 40)
+    log = read_log(tmp_path / "log")
+    assert [bool(step["reference_s"]) for step in log.steps] == [not at % 4 for at in range(len(log.steps))]
+    write_run(log, tmp_path / "run", clock="normalised")
+    assert "normalised to a reference of 10 ms" in open_run(tmp_path / "run").info["device"]
 
 
 def test_a_log_cut_short_is_read_and_a_broken_one_is_refused(build, tmp_path):
