@@ -204,7 +204,6 @@ def _start_ray(ray: Any, workers: int) -> None:
 def begin_worker() -> None:
     """Prepare a worker: Ctrl-C is the parent's business, and the collector gets the settings of a run of its own."""
     from sim.cli import spare_the_collector
-    from sim.run import simulate  # noqa: F401  (loaded once here, not within the first point)
 
     with contextlib.suppress(ValueError):  # a worker thread, as some backends use, has no signals
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -42,9 +42,13 @@ def operating_points(rows: Sequence[dict[str, Any]], chosen: Select | None) -> d
     if chosen is not None:
         bounds = {name: (-math.inf if bound.min is None else bound.min, math.inf if bound.max is None else bound.max) for name, bound in chosen.bounds.items()}
         at = select(columns, chosen.best, smaller_is_better=_SMALLER[chosen.best], bounds=bounds)
-        limits = ", ".join(f"{name} in [{low:g}, {high:g}]" for name, (low, high) in bounds.items()) or "no bounds"
-        named["selected"] = _point(feasible, at, axes, f"best {chosen.best} with {limits}")
+        named["selected"] = _point(feasible, at, axes, f"best {chosen.best} with {_limits(bounds)}")
     return named
+
+
+def _limits(bounds: Mapping[str, tuple[float, float]]) -> str:
+    ends = [f"{name} at {word} {end:g}" for name, pair in bounds.items() for word, end in zip(("least", "most"), pair) if math.isfinite(end)]
+    return " and ".join(ends) or "no bounds"
 
 
 def _point(feasible: Sequence[Mapping[str, Any]], at: int | None, axes: Sequence[str], label: str) -> dict[str, Any]:

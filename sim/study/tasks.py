@@ -14,6 +14,7 @@ from sim.study.executors import PoolInUse
 from sim.study.points import Points
 
 OK, REFUSED, FAILED, CRASHED = "ok", "refused", "failed", "crashed"
+_HOPELESS = 3  # points lost in a row from the start: nothing will come of the rest
 _KEPT = (OK, REFUSED)  # deterministic answers; a failure may be mended, so it's tried again next time
 
 
@@ -57,11 +58,14 @@ def carry_out(
     """
     wanted = list({task.key: task for task in tasks}.values())
     answers = {task.key: Answer(*points[task.key]) for task in wanted if task.key in points}
-    done = len(answers)
+    done, crashes = len(answers), 0
     for task, answer in _compute((task for task in wanted if task.key not in answers), use):
         answers[task.key] = answer
         if answer.kind in _KEPT:
             points.add(task.key, answer)
+        crashes += answer.kind == CRASHED
+        if crashes == done + 1 == _HOPELESS:
+            raise InputError("workers", f"die at once: none of {crashes} points could be computed", "--jobs 1 computes in this process and shows why")
         done += 1
         if progress is not None:
             progress(done, len(wanted))
