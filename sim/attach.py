@@ -101,7 +101,9 @@ def _check_faults(scenario: Scenario, replicas: int, network: Network | None) ->
         where = f"faults.events[{index}]"
         if fault.kind == "slow_link":
             if network is None:
-                raise InputError(where, "nothing crosses a link in this fleet: only one with pools or an ingress has links that could be slow")
+                raise InputError(
+                    where, "nothing crosses a link in this fleet: only one with pools or an ingress has links that could be slow"
+                )
             network.check_link(fault.link, f"{where}.link")
         if fault.replica is not None and fault.replica >= replicas:
             raise InputError(f"{where}.replica", f"there is no replica {fault.replica}", f"the fleet has {replicas}, from 0")

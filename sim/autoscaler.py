@@ -95,7 +95,9 @@ class Autoscaler:
         state.now_s = now_s
         answer = self._policy.target(state)
         if not isinstance(answer, int):
-            raise BrokenPolicyError(f"autoscaling policy {type(self._policy).__name__} at {now_s:.6f} s: target must be a whole number, got {answer!r}")
+            raise BrokenPolicyError(
+                f"autoscaling policy {type(self._policy).__name__} at {now_s:.6f} s: target must be a whole number, got {answer!r}"
+            )
         wanted = min(max(answer, self._spec.minimum), self._spec.maximum)
         while state.provisioned < wanted and self._fleet.start():
             pass

@@ -199,9 +199,9 @@ class Disaggregated:
         self.transferred_bytes += size_bytes
         hand_over.flows_left = lanes
         self._crossing[parked.request_id] = hand_over
+        ends = [(sources[lane % len(sources)], targets[lane % len(targets)]) for lane in range(lanes)]
         hand_over.flows = [
-            self.network.start(sources[lane % len(sources)], targets[lane % len(targets)], size_bytes / lanes, lambda flow: self._lane_done(hand_over))
-            for lane in range(lanes)
+            self.network.start(source, target, size_bytes / lanes, lambda flow: self._lane_done(hand_over)) for source, target in ends
         ]
 
     def _lane_done(self, hand_over: HandOver) -> None:
@@ -264,8 +264,9 @@ class Disaggregated:
                 output_tokens[hand_over.parked.request_id] = hand_over.output_tokens
         lost = self.prefill.lose(index, scheduler)
         self._serve_short()
+        waited = self._output_tokens
         return [
-            Arrival(request, output_tokens[request.request_id] if request.request_id in output_tokens else self._output_tokens.pop(request.request_id))
+            Arrival(request, output_tokens[request.request_id] if request.request_id in output_tokens else waited.pop(request.request_id))
             for request, _ in lost
         ]
 

@@ -26,11 +26,14 @@ class Strike(NamedTuple):
 class FaultInjector:
     """Strikes when a fault's time has come. ``network`` has the links that faults may name; ``fail`` records a request as failed."""
 
-    def __init__(self, fleet: Fleet, faults: Faults, rng: np.random.Generator, network: Network | None, fail: Callable[[Request, float], None]) -> None:
+    def __init__(
+        self, fleet: Fleet, faults: Faults, rng: np.random.Generator, network: Network | None, fail: Callable[[Request, float], None]
+    ) -> None:
         self._fleet, self._faults, self._rng = fleet, faults, rng
         self._network, self._fail = network, fail
         self._attempts: dict[int, int] = {}
         self._slowed: dict[int | str, list[float]] = {}  # factors that slow a replica or the links of a name now
+        self._stalled_until_s: dict[int, float] = {}
         self.struck: list[Strike] = []
         for fault in faults.events:
             self._arm(fault, fault.at_s)
@@ -49,7 +52,7 @@ class FaultInjector:
             if fault.kind == "replica_loss":
                 self._reroute(self._fleet.lose(index, fault.for_s))
             elif fault.kind == "host_stall":
-                self._touch(index, lambda replica: replica.stall(fault.for_s, now_s))
+                self._stall(index, now_s, now_s + fault.for_s)
             else:
                 self._slow(fault, fault.link if fault.kind == "slow_link" else index)
         if fault.every_s is not None:
@@ -60,6 +63,13 @@ class FaultInjector:
             return fault.replica
         serving = [index for index, state in enumerate(self._fleet.states) if state in (READY, DRAINING)]
         return serving[int(self._rng.integers(len(serving)))] if serving else None
+
+    def _stall(self, index: int, now_s: float, until_s: float) -> None:
+        """A stall that begins during another adds what it lasts beyond it."""
+        from_s = max(now_s, self._stalled_until_s.get(index, now_s))
+        if until_s > from_s:
+            self._stalled_until_s[index] = until_s
+            self._touch(index, lambda replica: replica.stall(until_s - from_s, now_s))
 
     def _slow(self, fault: Fault, target: int | str) -> None:
         """Of faults that overlap the worst counts; each ends for itself."""

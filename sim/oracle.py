@@ -37,7 +37,9 @@ class Oracle:
         return self._output_tokens.get(request_id, 0)
 
     def joined(self, seq: Sequence) -> None:
-        """``seq`` decodes from the step being planned on, with KV that came from elsewhere."""
+        """``seq`` decodes from the step being planned on, with KV that came from elsewhere (unless that same plan has evicted it)."""
+        if seq.state != DECODING:
+            return
         rest = self._output_tokens[seq.request_id] - seq.generated
         heappush(self._due, (seq.entry_clock + rest, seq.request_id, seq.preemptions, seq))
 

@@ -68,7 +68,9 @@ class Fault(BaseModel):
                 raise PydanticCustomError("form", "'{key}' means nothing to a {kind}", {"key": key, "kind": self.kind})
             if getattr(self, key) is None and key in uses and key != "replica":
                 raise PydanticCustomError("form", "needs the key '{key}'", {"key": key})
-        if self.kind == "slow_gpu" and self.factor < 1 or self.kind == "slow_link" and self.factor > 1:
+        if self.kind == "host_stall" and self.every_s is not None and self.every_s <= self.for_s:
+            raise PydanticCustomError("range", "every_s must exceed for_s: a host that stalls all the time ends no step")
+        if (self.kind == "slow_gpu" and self.factor < 1) or (self.kind == "slow_link" and self.factor > 1):
             raise PydanticCustomError("range", "factor must be at least 1 for a slow_gpu and at most 1 for a slow_link")
         return self
 

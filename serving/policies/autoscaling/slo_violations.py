@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from serving.errors import InputError
+from serving.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from serving.policies.protocols import FleetState
@@ -23,6 +23,8 @@ class SloViolations:
             raise InputError("window_s", f"window_s and calm_s must be positive, got {window_s} and {calm_s}")
         if violations < 0 or pending < 0 or not 0 <= use <= 1:
             raise InputError("violations", "violations and pending must not be negative and use must lie in [0, 1]")
+        if signal not in ("occupancy", "kv", "busy"):
+            raise InputError("signal", f"'{signal}' is no signal", nearest(signal, ("occupancy", "kv", "busy")))
         self.window_s, self.calm_s = window_s, calm_s
         self.violations, self.pending, self.use = violations, pending, use
         self.signal = signal

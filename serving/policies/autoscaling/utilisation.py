@@ -16,8 +16,9 @@ class Utilisation:
     the fewer replicas would have stayed below ``target`` x ``margin`` at every decision of the last ``hold_s``.
 
     The same work on n - 1 replicas uses them n / (n - 1) as much: 0.7 on two would be 1.4 on one, so that is refused. The margin
-    keeps work that is constant from flapping, the hold keeps the lull after a new replica has joined from doing so. ``signal``: ``occupancy`` (seats taken), ``kv`` (pages in use) or ``busy`` (time
-    in steps; a GPU that decodes a single sequence is busy all the time).
+    keeps work that is constant from flapping, the hold keeps the lull after a new replica has joined from doing so. ``signal``:
+    ``occupancy`` (seats taken), ``kv`` (pages in use) or ``busy`` (time in steps; a GPU that decodes a single sequence is busy all
+    the time).
     """
 
     def __init__(self, *, target: float = 0.75, margin: float = 0.9, hold_s: float = 120.0, signal: str = "occupancy") -> None:
