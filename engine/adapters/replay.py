@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from serving.scenario import Scenario, load
 from serving.workload import follows_answers, open_arrivals
 
 WAIT_S = 900.0  # for the slowest answer
+IN_ORDER_S = 0.5  # how long a request waits for the one ahead of it to be accepted
 
 
 def requests_of(scenario: Scenario, max_model_len: int) -> list[Arrival]:
@@ -44,27 +46,35 @@ def body_of(arrival: Arrival, prompts: Prompts, model: str) -> dict[str, Any]:
 
 
 async def replay(arrivals: list[Arrival], prompts: Prompts, url: str, model: str) -> list[str]:
-    """Send every request at its time; returns what went wrong, a sentence each."""
+    """Send every request at its time, in order: none before the one ahead of it is accepted. Returns what went wrong, a sentence each."""
     import httpx
 
     bodies = [body_of(arrival, prompts, model) for arrival in arrivals]
     problems: list[str] = []
     begin_s = time.monotonic()
 
-    async def one(client: httpx.AsyncClient, arrival: Arrival, body: dict[str, Any]) -> None:
+    accepted = [asyncio.Event() for _ in arrivals]
+
+    async def one(client: httpx.AsyncClient, place: int, arrival: Arrival, body: dict[str, Any]) -> None:
         await asyncio.sleep(begin_s + arrival.request.arrival_s - time.monotonic())
+        if place:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(accepted[place - 1].wait(), IN_ORDER_S)
         try:
             async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+                accepted[place].set()
                 text = "".join([line async for line in answer.aiter_lines()][-1:]) if answer.is_success else (await answer.aread()).decode()
         except httpx.HTTPError as error:
             problems.append(f"request {arrival.request.request_id}: {type(error).__name__}: {error}")
             return
+        finally:
+            accepted[place].set()
         if not answer.is_success:
             problems.append(f"request {arrival.request.request_id}: {answer.status_code} {text[:200]}")
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
     async with httpx.AsyncClient(timeout=httpx.Timeout(WAIT_S), limits=limits, trust_env=False) as client:
-        await asyncio.gather(*(one(client, arrival, body) for arrival, body in zip(arrivals, bodies)))
+        await asyncio.gather(*(one(client, place, *pair) for place, pair in enumerate(zip(arrivals, bodies))))
     return problems
 
 
