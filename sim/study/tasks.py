@@ -58,13 +58,13 @@ def carry_out(
     """
     wanted = list({task.key: task for task in tasks}.values())
     answers = {task.key: Answer(*points[task.key]) for task in wanted if task.key in points}
-    done, crashes = len(answers), 0
+    done, computed, crashes = len(answers), 0, 0
     for task, answer in _compute((task for task in wanted if task.key not in answers), use):
         answers[task.key] = answer
         if answer.kind in _KEPT:
             points.add(task.key, answer)
-        crashes += answer.kind == CRASHED
-        if crashes == done + 1 == _HOPELESS:
+        computed, crashes = computed + 1, crashes + (answer.kind == CRASHED)
+        if crashes == computed == _HOPELESS:
             raise InputError("workers", f"die at once: none of {crashes} points could be computed", "--jobs 1 computes in this process and shows why")
         done += 1
         if progress is not None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import time
+from concurrent.futures import BrokenExecutor, Future
 
 import pytest
 from studies import SMALL, collector, die, die_once, double, refuse, stumble
 
 from serving.errors import InputError
 from serving.scenario import from_mapping
-from sim.study.executors import Processes, open_pool
+from sim.study.executors import PoolInUse, Processes, open_pool
 from sim.study.points import Points, key_of
 from sim.study.sweep import points_of, run_sweep
 from sim.study.tasks import Task, carry_out
@@ -32,6 +33,26 @@ def test_a_crash_costs_one_retry_and_hurts_nobody_else(tmp_path):
     assert answers["gc"].value[0] is True and answers["gc"].value[1] > 10_000 and answers["gc"].value[-1], "workers have settings of their own"
     with Points(tmp_path / "out") as store:
         assert "crash" not in store and len(store) == 8, "a crashed point is tried again by the next run"
+
+
+class Doomed:
+    """A pool whose workers never live."""
+
+    width, batch = 2, 1
+
+    def submit(self, function, *arguments):
+        future = Future()
+        future.set_exception(BrokenExecutor("dead"))
+        return future
+
+    def renewed(self):
+        return self
+
+
+def test_workers_that_never_live_end_the_study():
+    tasks = [Task(str(i), double, (i,)) for i in range(50)]
+    with Points(None) as store, pytest.raises(InputError, match="none of 3 points could be computed"):
+        carry_out(tasks, PoolInUse(Doomed()), store)
 
 
 def test_what_a_task_raises_is_an_answer():
