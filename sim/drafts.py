@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from serving.plan import BatchPlan, StepShape
+from serving.sequence import Sequence
 
 
 class DraftAccount:
@@ -16,6 +19,13 @@ class DraftAccount:
         self.tokens = 0
         self.step_s = 0.0
         self.plain_s = 0.0
+
+    def note(self, plan: BatchPlan, duration_s: float, tokens: dict[Sequence, int], price: Callable[[StepShape], float]) -> int:
+        """Add a speculating step; returns how many of its tokens came together with another (no time passed between them)."""
+        got = sum(tokens.values())
+        plain = StepShape(tuple(plan.chunks), plan.decodes, plan.decode_context_tokens, plan.decodes + len(plan.completing))
+        self.add(len(tokens), plan.query_tokens_per_decode - 1, got, duration_s, price(plain))
+        return got - len(tokens)
 
     def add(self, decodes: int, drafts: int, tokens: int, step_s: float, plain_s: float) -> None:
         """One step of ``decodes`` sequences with ``drafts`` each that yielded ``tokens``; ``plain_s`` is its price without drafts."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from serving.plan import BatchPlan, StepResult, StepShape
+from serving.plan import BatchPlan, StepResult
 from serving.request import Arrival, Request
 from serving.scheduler import HAND_OVER, Scheduler
 from serving.sequence import DECODING, Sequence
@@ -25,6 +25,7 @@ from sim.accounts import PageAccount, RowWriter, TokenGaps
 from sim.audit import Audit
 from sim.drafts import DraftAccount
 from sim.oracle import Oracle
+from sim.tenancy import Crowded
 
 if TYPE_CHECKING:
     import numpy as np
@@ -148,12 +149,8 @@ class Replica:
     def slow_down(self, factor: float, now_s: float, added_s: float = 0.0) -> None:
         """Steps that start from now on take ``factor`` times as long as the latency model says, plus ``added_s``; 1 and 0 restore it."""
         self._catch_up(now_s)
-        step_s, run_s = self._latency.step_s, self._latency.run_s
-        if factor == 1.0 and not added_s:
-            self._price, self._price_run = step_s, run_s
-        else:
-            self._price = lambda plan: factor * step_s(plan) + added_s
-            self._price_run = lambda plan, steps: [factor * duration_s + added_s for duration_s in run_s(plan, steps)]
+        latency = self._latency if factor == 1.0 and not added_s else Crowded(self._latency, factor, added_s)
+        self._price, self._price_run = latency.step_s, latency.run_s
 
     def stall(self, seconds: float, now_s: float) -> None:
         """The step being executed ends later; nothing happens to an idle replica."""
@@ -365,7 +362,8 @@ class Replica:
         if self._speculates:
             tokens = self.oracle.accepted(plan)
             finished = self.oracle.finished_speculating(plan, tokens)
-            self._count_drafts(plan, durations[0], tokens)
+            if plan.query_tokens_per_decode > 1:
+                self._metrics.itl([0.0], [self.drafts.note(plan, durations[0], tokens, self._price)], [end_s])
         else:
             finished = self.oracle.finished(plan)
         if finished and self.on_hand_over is not None:
@@ -385,17 +383,6 @@ class Replica:
                 self.on_hand_over(self, seq, end_s)
             else:
                 self._record(seq, end_s, reason)
-
-    # -- speculation ----------------------------------------------------------------------------------------------------
-
-    def _count_drafts(self, plan: BatchPlan, duration_s: float, tokens: dict[Sequence, int]) -> None:
-        """Note what drafts cost and brought, and the tokens that came together (no time passed between them)."""
-        if plan.query_tokens_per_decode == 1:
-            return
-        got = sum(tokens.values())
-        self._metrics.itl([0.0], [got - len(tokens)], [self._ends[0]])
-        plain = StepShape(tuple(plan.chunks), plan.decodes, plan.decode_context_tokens, plan.decodes + len(plan.completing))
-        self.drafts.add(len(tokens), plan.query_tokens_per_decode - 1, got, duration_s, self._price(plain))
 
     # -- accounts -------------------------------------------------------------------------------------------------------
 
