@@ -384,8 +384,6 @@ class Replica:
             else:
                 self._record(seq, end_s, reason)
 
-    # -- accounts -------------------------------------------------------------------------------------------------------
-
     def _record(self, seq: Sequence, now_s: float, reason: str) -> None:
         self.finished_prompt_tokens += seq.request.prompt_tokens
         self._rows.left(seq, now_s, reason)
