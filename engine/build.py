@@ -13,6 +13,7 @@ import torch
 
 from engine.architecture import Architecture, from_llm
 from engine.clocks import NormalisedClock
+from engine.kv_formats import FORMATS
 from engine.loader import load, random_weights
 from engine.model import DecoderWeights
 from engine.run import Engine, check_servable, longest_sequence
@@ -78,7 +79,7 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
         RunnerOptions(
             blocks=blocks, block_tokens=scenario.kv_cache.block_tokens, max_seqs=batching.max_batch_seqs + REFERENCE_SEQS,
             max_batch_tokens=_most_tokens(scenario), max_model_len=max(longest, REFERENCE_CONTEXT), graph_sizes=sizes,
-            attention=choices.attention, seed=scenario.seed,
+            attention=choices.attention, seed=scenario.seed, kv_format=_kv_format(scenario),
         ),
     )  # fmt: skip
     runner.warm_up()
@@ -86,6 +87,10 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
         runner, blocks, longest, shape.vocab, device_name(device, choices.threads), gpu.price_usd_per_h,
         {"torch": str(torch.__version__), "dtype": dtype_name, "weights": str(choices.weights.name) if choices.weights else "random"},
     )  # fmt: skip
+
+
+def _kv_format(scenario: Scenario) -> str | None:
+    return scenario.kv_cache.dtype if scenario.kv_cache.dtype in FORMATS else None
 
 
 def reference_step(runner: Runner) -> Callable[[], None]:
@@ -154,7 +159,7 @@ def _blocks(scenario: Scenario, llm: Llm, gpu: Gpu, shape: Architecture, use: Me
     cache, batching = scenario.kv_cache, scenario.policy.batching
     capacity = kv_capacity(
         llm, gpu, memory_fraction=cache.memory_fraction, block_tokens=cache.block_tokens, max_model_len=scenario.max_model_len or 1,
-        max_batch_tokens=batching.max_batch_tokens, max_batch_seqs=batching.max_batch_seqs, kv_dtype=dtype,
+        max_batch_tokens=batching.max_batch_tokens, max_batch_seqs=batching.max_batch_seqs, kv_dtype=_kv_format(scenario) or dtype,
         weights_gib=use.weights / GIB, activation_gib=None if use.activation is None else use.activation / GIB,
         non_torch_gib=use.other / GIB, gpu_gib=use.total / GIB, blocks=cache.blocks,
     )  # fmt: skip

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from engine.architecture import Architecture
+from engine.kv_formats import NarrowPages
 from serving.errors import InputError
 
 
 class KvCache:
     """The pages of all layers on one device. Which sequence owns which block is the scheduler's business, not this class's."""
 
-    def __init__(self, shape: Architecture, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate ``blocks`` pages (the reserved one included) of ``block_tokens`` tokens.
+    def __init__(self, shape: Architecture, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device, narrow: str | None = None) -> None:
+        """Allocate ``blocks`` pages (the reserved one included) of ``block_tokens`` tokens, of ``dtype`` or of the format ``narrow``.
 
         Raises InputError when fewer than two fit the arguments, or when the device has no memory for them (naming how many would fit).
         """
@@ -31,8 +32,7 @@ class KvCache:
         page = (blocks, block_tokens, shape.kv_heads, shape.head_dim)
         try:
             # Zeros, not garbage: padded rows read block 0, and a NaN there would spread through masked products.
-            self.keys = [torch.zeros(page, dtype=dtype, device=device) for _ in range(shape.layers)]
-            self.values = [torch.zeros(page, dtype=dtype, device=device) for _ in range(shape.layers)]
+            self.keys, self.values = ([_pages(page, dtype, device, narrow) for _ in range(shape.layers)] for _ in range(2))
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if "memory" not in str(error):
                 raise
@@ -45,7 +45,14 @@ class KvCache:
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole pages ``sources`` to ``targets`` (int64 [n] each, disjoint) in every layer."""
         for pages in self.keys + self.values:
-            pages.index_copy_(0, targets, pages.index_select(0, sources))
+            if isinstance(pages, Tensor):
+                pages.index_copy_(0, targets, pages.index_select(0, sources))
+            else:
+                pages.put_raw(targets, pages.raw(sources))
+
+
+def _pages(page: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, narrow: str | None) -> Tensor | NarrowPages:
+    return torch.zeros(page, dtype=dtype, device=device) if narrow is None else NarrowPages(narrow, page, dtype, device)
 
 
 def block_bytes(shape: Architecture, block_tokens: int, dtype: torch.dtype) -> int:

@@ -46,6 +46,7 @@ class RunnerOptions:
     attention: str | None = None
     ops: str | None = None
     seed: int = 0
+    kv_format: str | None = None  # fp8, int8 or int4; None: as the activations
 
 
 class InFlight(NamedTuple):
@@ -81,7 +82,9 @@ class Runner:
         default = "triton" if device.type == "cuda" else "torch"
         backend = load(options.attention or default, geometry(shape, options.max_seqs, device))
         self.decoder = Decoder(shape, weights, backend, load_ops(options.ops or default))
-        self.cache = KvCache(shape, blocks=options.blocks, block_tokens=options.block_tokens, dtype=dtype, device=device)
+        if options.kv_format is not None and (options.attention or default) == "triton":
+            raise InputError("kv_cache.dtype", f"the triton back end reads no {options.kv_format} pages", "use --attention torch")
+        self.cache = KvCache(shape, blocks=options.blocks, block_tokens=options.block_tokens, dtype=dtype, device=device, narrow=options.kv_format)
         self.tables = BlockTables(options.max_seqs, -(-length // options.block_tokens), device)
         self.inputs = InputBuffers(options.max_batch_tokens, options.max_seqs, options.block_tokens, shape.vocab, device)
         self._trace = trace

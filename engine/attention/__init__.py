@@ -1,4 +1,4 @@
-"""Attention back ends by name: ``torch``, ``triton``, ``dense`` (whole sequences, offline), or a third party's own as ``module:Class``."""
+"""Attention back ends by name: ``torch``, ``triton``, ``fp8_query`` (rounded queries), ``dense`` (whole sequences, offline), or a third party's own as ``module:Class``."""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ def load(name: str, built_for: AttentionGeometry, where: str = "engine.attention
 
 BACKENDS: dict[str, str] = {
     "dense": "engine.attention.dense_backend:DenseAttention",
+    "fp8_query": "engine.attention.fp8_query:Fp8QueryAttention",
     "torch": "engine.attention.torch_backend:TorchAttention",
     "triton": "engine.attention.triton_backend:TritonAttention",
 }

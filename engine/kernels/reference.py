@@ -1,7 +1,7 @@
 """What every kernel must compute, in plain torch: the meaning of the Triton kernels and the CPU's own path.
 
 Shapes: T tokens, S sequences, H query heads, K key/value heads (H a multiple of K), D head dimension, W hidden size.
-A cache is ``[blocks, block_tokens, K, D]``; ``table`` is int32 ``[S, columns]`` of block ids, one row per sequence. Arithmetic
+A cache is ``[blocks, block_tokens, K, D]``, a tensor or ``engine.kv_formats.NarrowPages``; ``table`` is int32 ``[S, columns]`` of block ids, one row per sequence. Arithmetic
 is float32 at least (float64 when the inputs are), so the same functions on upcast inputs give the reference of a test.
 """
 
@@ -51,6 +51,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """Store ``keys`` and ``values`` [T, K, D] at ``slots`` [T]; a slot is block · block_tokens + offset. In place."""
     at = slots.long()
+    if not isinstance(key_cache, Tensor):  # narrow pages
+        key_cache.store(keys, at)
+        value_cache.store(values, at)
+        return
     key_cache.view(-1, *key_cache.shape[2:])[at] = keys.to(key_cache.dtype)
     value_cache.view(-1, *value_cache.shape[2:])[at] = values.to(value_cache.dtype)
 
