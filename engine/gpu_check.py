@@ -23,7 +23,7 @@ from typing import Any
 
 GPUS = {"H200": "h200-sxm", "H100": "h100-sxm", "A100": "a100-sxm-80gb"}  # part of a device's name -> its entry in the catalogue
 DEADLINE_S = 440.0
-SWEEP_S = 70.0
+SWEEP_S = 60.0
 
 
 class Report:
@@ -192,10 +192,14 @@ def main(arguments: list[str] | None = None) -> int:
     facts = facts_of(device, seed, chosen.small)
     say("  ".join(f"{key} {value}" for key, value in facts.items()))
     report = Report(chosen.out, facts, chosen.deadline_s)
+    from engine.gpu.steps import free_memory
+
     if "kernels" in chosen.only:
         run_kernels(report, device, seed, chosen.small)
+        free_memory(device)
     if "steps" in chosen.only:
         run_steps(report, device, seed, chosen.small)
+        free_memory(device)
     if "twin" in chosen.only:
         run_twin(report, device, chosen.small, chosen.out)
     say(f"results in {chosen.out}; " + (f"failed: {', '.join(report.failed)}" if report.failed else "nothing failed"))

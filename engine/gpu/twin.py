@@ -44,7 +44,7 @@ LARGE = Plan(
         "held-out-longer": ("workload.requests=160", "workload.arrivals.rate_rps=5.0", "workload.prompt_tokens.median=2048",
                             "workload.output_tokens.median=64", "seed=23"),
     },
-    60.0,
+    45.0,
 )  # fmt: skip
 SMALL = Plan(
     "engine-tiny", ("workload.requests=24", "workload.arrivals.rate_rps=20.0", "kv_cache.blocks=160"),
