@@ -71,19 +71,24 @@ def compare_runs(
 
 def measure_accuracy(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Measured runs, with the profiles of their GPUs beside or above them.")],
-    fit: Annotated[bool, typer.Option(help="Also fit one constant a step on the first half of each run and judge it on the second.")] = True,
+    fit: Annotated[bool, typer.Option(help="Also fit on one half of each run or table and judge on the other.")] = True,
+    sample: Annotated[int | None, typer.Option(metavar="N", min=2, help="Take N rows of each group of a table of servers, not all.")] = None,
+    jobs: Annotated[int, typer.Option(metavar="N", min=1, help="Processes for tables of servers.")] = 2,
     gate: Annotated[float | None, typer.Option(metavar="F", help="Exit with 1 when an error exceeds this fraction (0.05 is 5 %).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
     """Replay every measured run in a folder and print how far off the simulator is."""
     if gate is not None and not 0 <= gate < float("inf"):
         raise InputError("--gate", f"{gate:g} is no fraction of at least 0")
+    from sim.progress import ProgressBar
     from validate import accuracy
+    from validate.accuracy_tables import print_rows
 
-    rows = accuracy.accuracy(folder, fit=fit)
+    with ProgressBar("replaying", "simulations") as bar:
+        rows = accuracy.accuracy(folder, fit=fit, jobs=jobs, sample=sample, progress=bar if sys.stderr.isatty() else None)
     if as_json:
         print(accuracy.as_json(rows))
     else:
-        accuracy.print_rows(rows, gate, sys.stdout)
+        print_rows(rows, gate, sys.stdout)
     if gate is not None and accuracy.exceeding(rows, gate):
         raise typer.Exit(THE_ANSWER_IS_NO)

@@ -26,7 +26,7 @@ from validate.importers.source import Source, number
 BLOCK_TOKENS = 16
 PLANS_IN_FLIGHT = 2
 FIT_STEPS, FIT_TOLERANCE = 6, 2e-4
-FIRST_OFFSET_S = 5e-4
+FIRST_HOST_S = 5e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ def find(root: Path) -> list[VllmRun]:
     return [_read(path, root) for path in sorted(root.rglob("requests.jsonl")) if (path.parent / "meta.json").exists()]
 
 
-def replay(run: VllmRun, *, step_offset_s: float = 0.0) -> Times:
-    """Simulate the run, each step longer by ``step_offset_s``, and return the simulated times."""
+def replay(run: VllmRun, *, host_step_s: float = 0.0) -> Times:
+    """Simulate the run with ``host_step_s`` of exposed host time a step and return the simulated times."""
     from serving.records import open_run
     from serving.scenario import load
     from sim.run import simulate
@@ -79,7 +79,7 @@ def replay(run: VllmRun, *, step_offset_s: float = 0.0) -> Times:
         folder = Path(temporary)
         trace = folder / "trace.jsonl"
         trace.write_text("\n".join(json.dumps(request) for request in run.requests) + "\n")
-        latency = {**run.scenario["latency"], "step_offset_s": step_offset_s}
+        latency = {**run.scenario["latency"], "host_step_s": host_step_s}
         scenario = {**run.scenario, "latency": latency, "workload": {"trace": {"file": str(trace)}}}
         (folder / "scenario.yaml").write_text(json.dumps(scenario))
         simulate(load(folder / "scenario.yaml"), out=folder / "run", plans=True)
@@ -92,24 +92,24 @@ def replay(run: VllmRun, *, step_offset_s: float = 0.0) -> Times:
         return Times(queued_s, rows["first_token_s"].to_numpy(), rows["finish_s"].to_numpy(), rows["output_tokens"].to_numpy())
 
 
-def fit_offset(run: VllmRun, rows: slice) -> float:
-    """Return the seconds a step that bring the mean E2E of ``rows`` to the measured one, by the secant method.
+def fit_host_s(run: VllmRun, rows: slice) -> float:
+    """Return the exposed host time per step that brings the mean E2E of ``rows`` to the measured one, by the secant method.
 
-    It is whatever the profile does not hold, of either sign: host time that is not hidden, or kernels that run quicker in
-    the engine (compiled, in graphs) than in the profiler.
+    It is a time: where even none of it leaves the simulated run too long, the answer is 0, and the profile is too slow.
     """
     target = float(run.real.metrics(rows)["e2e_s"].mean())
 
-    def error(offset_s: float) -> float:
-        return float(replay(run, step_offset_s=offset_s).metrics(rows)["e2e_s"].mean()) / target - 1.0
+    def error(host_s: float) -> float:
+        return float(replay(run, host_step_s=host_s).metrics(rows)["e2e_s"].mean()) / target - 1.0
 
     low_s, low = 0.0, error(0.0)
-    high_s = FIRST_OFFSET_S if low < 0 else -FIRST_OFFSET_S
-    high = error(high_s)
+    if low >= 0:
+        return 0.0
+    high_s, high = FIRST_HOST_S, error(FIRST_HOST_S)
     for _ in range(FIT_STEPS):
         if abs(high) < FIT_TOLERANCE or high == low:
             break
-        low_s, low, high_s = high_s, high, high_s - high * (high_s - low_s) / (high - low)
+        low_s, low, high_s = high_s, high, max(0.0, high_s - high * (high_s - low_s) / (high - low))
         high = error(high_s)
     return high_s
 
