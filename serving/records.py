@@ -143,12 +143,14 @@ class RunWriter:
         partial: bool = False,
         versions: Mapping[str, str] | None = None,
         measured_on: str | None = None,
+        latency: Mapping[str, Any] | None = None,
     ) -> None:
         """Finish every file and put the directory in its place.
 
         ``scenario`` is the resolved one as plain data; ``requests`` is ``Metrics.columns()``; ``device`` says what ran (``simulated
         h100-sxm``, or a real GPU's name); ``versions`` adds libraries to those always noted; ``partial`` marks an interrupted run;
-        ``measured_on`` is the date of a measurement: a simulation has none, it is the same whenever it is made.
+        ``measured_on`` is the date of a measurement: a simulation has none, it is the same whenever it is made. ``latency`` says where
+        the prices of steps come from.
         Raises InputError when the disk refuses a file: the files finished until then are published without it.
         """
         info = {
@@ -157,6 +159,7 @@ class RunWriter:
             "commit": commit(),
             "device": device,
             **({"measured_on": measured_on} if measured_on else {}),
+            **({"latency": dict(latency)} if latency else {}),
             "partial": partial,
             "versions": {"python": platform.python_version(), "numpy": np.__version__, **(versions or {})},
             "scenario": dict(scenario),

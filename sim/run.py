@@ -94,7 +94,7 @@ def simulate(
         if writer is not None:
             writer.publish(
                 scenario=scenario.resolved(), seed=scenario.seed, device=_device(parts), summary=summary,
-                requests=metrics.columns() if records else None, class_names=metrics.class_names, partial=partial,
+                requests=metrics.columns() if records else None, class_names=metrics.class_names, partial=partial, latency=_provenance(parts),
             )  # fmt: skip
     return RunResult(summary, _fleet(scenario, parts, len(cluster.replicas)), partial, skipped)
 
@@ -103,6 +103,11 @@ def _recording(writer: RunWriter | None, parts: dict[str, Parts]) -> Recording |
     if writer is None or (writer.steps is None and writer.plans is None):
         return None
     return Recording(writer.steps, writer.plans, getattr(next(iter(parts.values())).latency, "path", None))
+
+
+def _provenance(parts: dict[str, Parts]) -> dict[str, Any]:
+    """Where each kind of replica's step times come from, for the latency models that know."""
+    return {role: {"name": part.scenario.latency.name, **part.latency.provenance()} for role, part in parts.items() if hasattr(part.latency, "provenance")}
 
 
 def _device(parts: dict[str, Parts]) -> str:
