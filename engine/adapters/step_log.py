@@ -47,7 +47,10 @@ class Composition(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A step that was planned: when planning began and ended, what it holds, whom it took in and put out, and the KV blocks held then."""
+    """A step that was planned: when planning began and ended, what it holds, whom it took in and put out, and the KV blocks held then.
+
+    ``before_commits`` says, for each step that was over since the plan before, how many of ``submitted`` had come by then.
+    """
 
     begin_s: float
     end_s: float
@@ -55,6 +58,7 @@ class Planned(NamedTuple):
     submitted: list[int]
     preempted: list[int]
     used_blocks: int
+    before_commits: list[int]
 
 
 class LogClock:
@@ -133,7 +137,7 @@ class StepLog:
             "post_s": end_s - max(arrived_s, scheduled_s), "processor_s": processor_s - began_processor_s, "reference_s": self._reference_s,
             "query_key_pairs": work.query_key_pairs, "prefill_context_tokens": sum(before for *_, before in work.chunks),
             "logits_rows": len(work.tokens), "chunks": work.chunks, "tokens": work.tokens, "submitted": planned.submitted,
-            "preempted_ids": planned.preempted, "finished": finished,
+            "preempted_ids": planned.preempted, "finished": finished, "events_before_commits": planned.before_commits,
         }  # fmt: skip
         self._steps.write(json.dumps(line) + "\n")
         self._count += 1

@@ -147,7 +147,7 @@ def write_run(log: Log, out: Path, *, clock: str = "wall") -> None:
         last_s: dict[int, float] = {}
         for step, duration_s in zip(log.steps, seconds):
             begin_s, end_s = warp(step["start_s"]), warp(step["start_s"] + step["duration_s"])
-            _add_step(writer, step, begin_s, end_s, duration_s)
+            _add_step(writer, step, begin_s, end_s, duration_s, step["reference_s"] if clock == "normalised" else 0.0)
             gaps = [end_s - last_s[one] for one in step["tokens"] if one in last_s]
             metrics.itl(gaps, [1] * len(gaps), [end_s] * len(gaps))
             last_s.update(dict.fromkeys(step["tokens"], end_s))
@@ -163,7 +163,7 @@ def write_run(log: Log, out: Path, *, clock: str = "wall") -> None:
         )  # fmt: skip
 
 
-def _add_step(writer: RunWriter, step: dict[str, Any], begin_s: float, end_s: float, duration_s: float) -> None:
+def _add_step(writer: RunWriter, step: dict[str, Any], begin_s: float, end_s: float, duration_s: float, reference_s: float) -> None:
     stretch = duration_s / step["duration_s"] if step["duration_s"] else 1.0
     writer.steps.append(
         (
@@ -179,7 +179,7 @@ def _add_step(writer: RunWriter, step: dict[str, Any], begin_s: float, end_s: fl
         (
             step["step"], "eager", step["prefill_tokens"] + step["decode_seqs"], step["query_key_pairs"], step["prefill_context_tokens"],
             step["logits_rows"], step["schedule_s"] * stretch, 0.0, 0.0, 0.0, step["post_s"] * stretch, step["device_s"] * stretch,
-            step["duration_s"], 0.0, [0] if step["step"] else [],
+            step["duration_s"], reference_s, step["events_before_commits"],
         )
     )  # fmt: skip
 

@@ -74,6 +74,7 @@ class Seam:
         self._planned: deque[tuple[Any, Planned]] = deque()
         self._submitted: list[int] = []
         self._evicted: list[int] = []
+        self._before_commits: list[int] = []
         self._admissions = 0
         self._log = None
         if "log" in settings:
@@ -133,9 +134,10 @@ class Seam:
                 side.admitted(request, self._admissions, begin_s)
         if output.total_num_scheduled_tokens:
             used = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1 - self._free_blocks()
-            planned = Planned(begin_s, self._clock.now_s(), self._composition(output), self._submitted, self._evicted, used)
+            work = self._composition(output)
+            planned = Planned(begin_s, self._clock.now_s(), work, self._submitted, self._evicted, used, self._before_commits)
             self._planned.append((output, planned))
-            self._submitted = []
+            self._submitted, self._before_commits = [], []
         elif self._log is not None:
             self._log.idle()
         return output
@@ -153,6 +155,7 @@ class Seam:
         finished = self.see_off(present, "completed", now_s)
         if self._planned and self._planned[0][0] is output:
             _, planned = self._planned.popleft()
+            self._before_commits.append(len(self._submitted))
             if self._log is not None:
                 self._log.step(planned, arrived_s, finished, more=bool(scheduler.running or len(scheduler.waiting)))
         return result
