@@ -22,7 +22,7 @@ RESAMPLES = 4000
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One metric of one scenario. ``change`` is positive where the candidate is worse, with its bootstrap interval."""
+    """One metric of one scenario. ``change``, as ``measure.worse`` gives it, is positive where the candidate is worse; with its interval."""
 
     scenario: str
     metric: str
@@ -60,32 +60,48 @@ class Objective:
 Pairs = Mapping[str, tuple[Sequence[Sample], Sequence[Sample]]]  # scenario -> samples of the baseline and of the candidate
 
 
-def decide(pairs: Pairs, *, effect: float = EFFECT, alpha: float = ALPHA, seed: int = 0) -> list[Verdict]:
-    """Judge every metric of every scenario together. Metrics without a value in some replication are left out."""
-    columns: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
+Changes = dict[tuple[str, str], np.ndarray]  # (scenario, metric) -> paired changes, positive where worse
+
+
+def changes_of(pairs: Pairs) -> Changes:
+    """Paired changes of every metric of every scenario. Metrics without a value in some replication are left out."""
+    changes: Changes = {}
     for scenario, (old, new) in pairs.items():
         for name in old[0].values if old else ():
             both = np.array([[each.values.get(name, np.nan) for each in side] for side in (old, new)])
-            if both.size and np.isfinite(both).all():
-                columns[scenario, name] = (both[0], both[1])
-    changes = {key: worse(metric(key[1]), *both) for key, both in columns.items()}
-    changes = {key: change for key, change in changes.items() if np.isfinite(change).all()}
-    decisions = stats.gate({f"{scenario}/{name}": change for (scenario, name), change in changes.items()}, effect=effect, alpha=alpha)
-    return [_verdict(key, columns[key], changes[key], decision, effect, alpha, seed) for key, decision in zip(changes, decisions)]
+            if np.isfinite(both).all():
+                changes[scenario, name] = worse(metric(name), both[0], both[1])
+    return changes
+
+
+def regressed(changes: Changes, *, effect: float = EFFECT, alpha: float = ALPHA, seed: int = 0) -> list[tuple[str, str]]:
+    """The metrics that the gate stops, without the figures of the others."""
+    decisions = stats.gate({"/".join(key): change for key, change in changes.items()}, effect=effect, alpha=alpha)
+    suspects = [key for key, decision in zip(changes, decisions) if decision.verdict == "regressed"]
+    return [key for key in suspects if bootstrap(changes[key], alpha, seed, "/".join(key)).low > 0]
+
+
+def decide(pairs: Pairs, *, effect: float = EFFECT, alpha: float = ALPHA, seed: int = 0) -> list[Verdict]:
+    """Judge every metric of every scenario together."""
+    changes = changes_of(pairs)
+    decisions = stats.gate({"/".join(key): change for key, change in changes.items()}, effect=effect, alpha=alpha)
+    return [_verdict(key, pairs[key[0]], changes[key], decision, effect, alpha, seed) for key, decision in zip(changes, decisions)]
 
 
 def _verdict(
-    key: tuple[str, str], both: tuple[np.ndarray, np.ndarray], change: np.ndarray, decision: stats.Decision, effect: float, alpha: float, seed: int
-) -> Verdict:
+    key: tuple[str, str], both: tuple[Sequence[Sample], Sequence[Sample]], change: np.ndarray, decision: stats.Decision, effect: float,
+    alpha: float, seed: int,
+) -> Verdict:  # fmt: skip
     scenario, name = key
-    interval = bootstrap(change, alpha, seed, f"{scenario}/{name}")
+    interval = bootstrap(change, alpha, seed, "/".join(key))
     verdict = decision.verdict
     if (verdict == "regressed" and interval.low <= 0) or (verdict == "improved" and interval.high >= 0):
         verdict = "undecided"
     elif verdict in ("unchanged", "undecided"):
         verdict = "unchanged" if max(-interval.low, interval.high) < effect else "undecided"
     required = stats.required_replications(change, effect, alpha=alpha) if verdict == "undecided" else len(change)
-    return Verdict(scenario, name, float(both[0].mean()), float(both[1].mean()), interval, decision.p, verdict, required)
+    old, new = (float(np.mean([each.values[name] for each in side])) for side in both)
+    return Verdict(scenario, name, old, new, interval, decision.p, verdict, required)
 
 
 def bootstrap(change: np.ndarray, alpha: float, seed: int, name: str) -> stats.Interval:

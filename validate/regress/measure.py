@@ -138,8 +138,19 @@ def _worst_burn(arrival_s: np.ndarray, failed: np.ndarray, window_s: float, aske
 
 
 def worse(compared: Metric, baseline: Sequence[float], candidate: Sequence[float]) -> np.ndarray:
-    """Change of each pair in the harmful direction, as a fraction (see Metric.relative)."""
-    from validate.stats import paired_differences
+    """Change of each pair in the harmful direction: the log of the ratio where relative, else the difference.
 
+    Logs, because without a true change they are as often above zero as below; (new - old) / old is not: its mean is positive. A
+    value of zero counts as a millionth of the metric's mean.
+    """
     old, new = np.asarray(baseline, dtype=float), np.asarray(candidate, dtype=float)
-    return compared.harm * (paired_differences(old, new) if compared.relative else new - old)
+    if not compared.relative:
+        return compared.harm * (new - old)
+    least = 1e-6 * (old.mean() + new.mean()) or 1.0
+    return compared.harm * (np.log(np.maximum(new, least)) - np.log(np.maximum(old, least)))
+
+
+def as_change(compared: Metric, change: float) -> float:
+    """A change as ``worse`` gives it, or the mean of several, as people say it: a signed fraction, up is up."""
+    signed = compared.harm * change + 0.0  # no negative zero
+    return math.expm1(signed) if compared.relative else signed

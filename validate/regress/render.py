@@ -8,7 +8,7 @@ from typing import IO, Any
 from xml.etree import ElementTree
 
 from validate.regress.gate import Objective, Verdict
-from validate.regress.measure import BURN_WINDOWS_S, metric
+from validate.regress.measure import BURN_WINDOWS_S, as_change, metric
 from validate.regress.properties import Finding
 from validate.regress.run import Failure, Report
 
@@ -40,12 +40,19 @@ def as_json(report: Report, files: dict[str, list[str]]) -> str:
 
 
 def _metric_json(verdict: Verdict) -> dict[str, Any]:
-    change = verdict.change
+    change, low, high = _interval(verdict)
     return {
         "scenario": verdict.scenario, "metric": verdict.metric, "baseline": verdict.baseline, "candidate": verdict.candidate,
-        "worse": change.estimate, "low": change.low, "high": change.high, "level": change.level, "p": verdict.p, "verdict": verdict.verdict,
-        "relative": metric(verdict.metric).relative, "replications_to_settle": verdict.required,
+        "change": change, "low": low, "high": high, "level": verdict.change.level, "relative": metric(verdict.metric).relative,
+        "p": verdict.p, "verdict": verdict.verdict, "replications_to_settle": verdict.required,
     }  # fmt: skip
+
+
+def _interval(verdict: Verdict) -> tuple[float, float, float]:
+    """The change and the ends of its interval as people say it: up is up, whichever way is worse."""
+    compared, change = metric(verdict.metric), verdict.change
+    low, high = sorted((as_change(compared, change.low), as_change(compared, change.high)))
+    return as_change(compared, change.estimate), low, high
 
 
 def _property_json(finding: Finding, files: list[str]) -> dict[str, Any]:
@@ -92,11 +99,9 @@ def _requests(count: int) -> str:
 
 
 def _change(verdict: Verdict) -> str:
-    """The change as the user sees it: up is up, whichever way is worse."""
-    compared = metric(verdict.metric)
-    low, high = sorted((compared.harm * verdict.change.low, compared.harm * verdict.change.high))
-    unit = "%" if compared.relative else " points"
-    return f"{compared.harm * verdict.change.estimate * 100:+.2f}{unit} [{low * 100:+.2f}, {high * 100:+.2f}]"
+    change, low, high = _interval(verdict)
+    unit = "%" if metric(verdict.metric).relative else " points"
+    return f"{change * 100:+.2f}{unit} [{low * 100:+.2f}, {high * 100:+.2f}]"
 
 
 def _value(verdict: Verdict, value: float) -> str:

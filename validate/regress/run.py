@@ -120,12 +120,11 @@ def _replicate(
 
 def _call(member: Any, sides: dict[str, list[Choice]], side: str, index: int, settings: Settings) -> Call:
     audit = settings.audit if side == CANDIDATE else 0.0
-    offered = json.dumps(apply(member.raw, sides[BASELINE]), sort_keys=True)
-    return replicate, (offered, apply(member.raw, sides[side]), member.seed(index), audit, settings.limit_s)
+    return replicate, (json.dumps(member.raw, sort_keys=True), apply(member.raw, sides[side]), member.seed(index), audit, settings.limit_s)
 
 
 def replicate(offered: str, raw: dict[str, Any], seed: int, audit: float, limit_s: float) -> Sample | Fault:
-    """One replication, in a worker process. ``offered`` is the baseline's scenario as JSON: load factors are measured on it."""
+    """One replication, in a worker process. ``offered`` is the scenario as it was written, JSON: load factors are of its own policies."""
     try:
         with time_limit(limit_s):
             loaded = scenario.from_mapping(raw, seed=seed)

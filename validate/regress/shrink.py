@@ -12,7 +12,7 @@ Row = dict[str, Any]  # a line of a plain-jsonl trace
 Fails = Callable[[list[Row]], bool]
 
 
-def shrink(rows: Sequence[Row], fails: Fails, *, requests: int = 15_000, attempts: int = 1000) -> list[Row]:
+def shrink(rows: Sequence[Row], fails: Fails, *, requests: int = 8_000, attempts: int = 1000) -> list[Row]:
     """Return a part of ``rows``, simplified, that still fails.
 
     Without a budget no request could be left out of it. Stops after ``attempts`` calls of ``fails``, or once those have been

@@ -10,7 +10,7 @@ from typing import Any
 from serving.plan import BatchPlan
 from serving.policies import Policies
 from serving.scheduler import Scheduler
-from serving.sequence import WAITING, Sequence
+from serving.sequence import ENDED, WAITING, Sequence
 from sim.cluster import Cluster
 from validate.regress.drive import BrokenRuleError, Fault
 
@@ -95,8 +95,7 @@ class _Watched:
         self._most_steps = most_steps
         self._empty = 0
         self._queued: dict[int, Seen] = {}
-        limit = getattr(scheduler.policies.ordering, "max_passes", None)
-        self._passes = PASSES if limit is None else limit
+        self._passes = _stated_passes(scheduler.policies)
 
     def schedule(self, now_s: float) -> BatchPlan:
         """Plan as before, then look at the plan."""
@@ -133,14 +132,14 @@ class _Watched:
         tokens = sum(new for new, _ in plan.chunks) + (0 if scheduler._builder.whole_prompts else plan.decodes)
         longest = max((new for new, _ in plan.chunks), default=0)
         chosen = [seq.request_id for seq in plan.prefills]
-        gone = {seq.request_id for seq in plan.preempted} & set(chosen)
+        gone = [seq.request_id for seq in plan.prefills if seq.state in (WAITING, ENDED)]
         waiting = [seq.request_id for seq in self.evicted_for if seq.request_id not in chosen]
         rules = (
             (tokens > limits.max_batch_tokens, "must stay within max_batch_tokens", f"{tokens} of {limits.max_batch_tokens}"),
             (longest > (limits.max_chunk_tokens or tokens), "must stay within max_chunk_tokens", f"{longest} of {limits.max_chunk_tokens}"),
             (scheduler.running.count > limits.max_batch_seqs, "must stay within max_batch_seqs", f"{scheduler.running.count} of {limits.max_batch_seqs}"),
             (len(set(chosen)) < len(chosen), "may give a sequence one chunk a step", f"requests {chosen}"),
-            (bool(gone), "must not evict what this very plan computes", f"requests {sorted(gone)}"),
+            (bool(gone), "must not evict what this very plan computes", f"requests {gone}"),
             (scheduler.clock - clock > 1, "may continue the decodes once a step", ""),
             (bool(waiting), "takes a victim only if the newcomer then fits", f"request {waiting[:1]} made others give way and was not admitted"),
         )  # fmt: skip
@@ -160,6 +159,13 @@ class _Watched:
             other.passes += 1
             if other.passes > self._passes:
                 self.broken(plan.step, "must not starve", f"request {request_id} was passed by more than {self._passes} that arrived after it")
+
+
+def _stated_passes(policies: Policies) -> int:
+    """How many later requests may be admitted before one: what the ordering policy states, and what a batching policy that reorders adds."""
+    ordering = getattr(policies.ordering, "max_passes", PASSES)
+    reorders = getattr(policies.batching, "head_of_line", "skip") != "block"
+    return ordering + (getattr(policies.batching, "max_bypasses", 0) if reorders else 0)
 
 
 class _Victims:
