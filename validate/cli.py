@@ -81,6 +81,7 @@ def measure_accuracy(
     if gate is not None and not 0 <= gate < float("inf"):
         raise InputError("--gate", f"{gate:g} is no fraction of at least 0")
     from sim.progress import ProgressBar
+
     from validate import accuracy
     from validate.accuracy_tables import print_rows
 

@@ -24,10 +24,16 @@ def register(app: typer.Typer) -> None:
 def calibrate_runs(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Runs or profiles of one device, as `engine run` and `engine profile` write them.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Write the fit here; `latency: {name: fitted, file: FILE}` uses it.")],
+    scenario: Annotated[
+        str | None, typer.Option(metavar="SCENARIO", help="What served a run that has requests and no steps: fit its GPU's efficiencies and host time.")
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Decides which steps are held out.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
     """Fit a latency model to measured steps, and say how far off it is on steps held out."""
+    if scenario is not None:
+        _calibrate_single(folders, scenario, out, seed, as_json)
+        return
     from validate.calibrate import calibrate, write
 
     result = calibrate(folders, seed=seed)
@@ -37,6 +43,31 @@ def calibrate_runs(
         print(json.dumps(result.as_json(), indent=2))
     elif result.accepted:
         _print(result, out)
+    if not result.accepted:
+        print(f"error: refused: {result.reason}", file=sys.stderr)
+        raise typer.Exit(WRONG_INPUT)
+
+
+def _calibrate_single(folders: list[Path], scenario: str, out: Path, seed: int, as_json: bool) -> None:
+    """Fit three factors to the requests of one run; ``out`` is then a file for ``cluster.gpu``."""
+    from serving.errors import InputError
+    from serving.scenario import load
+    from validate.single_run import calibrate_run, write
+
+    if len(folders) != 1:
+        raise InputError("calibrate", f"--scenario fits one run and {len(folders)} are given")
+    result = calibrate_run(folders[0], load(scenario), seed=seed)
+    if result.accepted:
+        write(result, out)
+    if as_json:
+        print(json.dumps(result.as_json(), indent=2))
+    elif result.accepted:
+        print(f"fitted on {result.trained_on} requests (95 % interval)")
+        for name, (value, low, high) in result.factors.items():
+            print(f"  {name:<22}{value:>9.4g}  {low:.4g} to {high:.4g}")
+        for metric, error in result.holdout.items():
+            print(f"  mean {metric} of the other requests {error:>+7.1%}")
+        print(f"wrote {out}: name it as cluster.gpu, with the roofline latency model")
     if not result.accepted:
         print(f"error: refused: {result.reason}", file=sys.stderr)
         raise typer.Exit(WRONG_INPUT)

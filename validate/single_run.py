@@ -64,9 +64,12 @@ class SingleRun:
 def calibrate_run(folder: Path | str, scenario: Scenario, *, seed: int = 0) -> SingleRun:
     """Fit the factors of ``scenario``'s GPU to the run in ``folder``; the scenario says what served it.
 
-    Raises InputError for what is no run with a table of requests, or too few of them.
+    Prompts are taken to share nothing; the scenario's latency model is replaced by the roofline, its workload by the run's requests.
+    Raises InputError for what is no run with a table of requests, for too few, and where prompts were found in the prefix cache.
     """
     run = open_run(folder)
+    if scenario.cluster.pools:
+        raise InputError("cluster.pools", "a fleet of pools has a GPU for each: calibrate a run of one kind of replica")
     arrivals, real = _requests(run)
     train = int(len(arrivals) * TRAIN_SHARE)
     document, _ = read_entry("gpus", scenario.cluster.gpu, "cluster.gpu")
@@ -91,11 +94,25 @@ def calibrate_run(folder: Path | str, scenario: Scenario, *, seed: int = 0) -> S
     return SingleRun(True, "", named, train, holdout, _gpu(document, estimate, f"calibrated on {run.path.name}, requests 1-{train}"))
 
 
+def write(result: SingleRun, path: Path) -> None:
+    """Write the calibrated GPU as a catalogue file. Raises InputError when ``path`` cannot be written."""
+    import yaml
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(result.gpu, sort_keys=False, width=140))
+    except OSError as error:
+        raise InputError(str(path), f"cannot be written: {error.strerror}") from None
+
+
 def _requests(run: Run) -> tuple[list[Arrival], Observed]:
     if not run.has("requests"):
         raise InputError(str(run.path), "has no table of requests", "import a result with one line a request")
     rows = run.requests[run.requests["status"] == "completed"].sort_values(["arrival_s", "request_id"])
     rows = rows[rows["first_token_s"].notna()]
+    warm = int((rows["cached_tokens"] > 0).sum())
+    if warm:
+        raise InputError(str(run.path), f"is warm: {warm} of {len(rows)} requests found part of their prompt in the prefix cache", "measure cold prompts")
     if len(rows) < FEWEST_REQUESTS:
         raise InputError(str(run.path), f"has {len(rows)} completed requests with a first token", f"at least {FEWEST_REQUESTS} are needed")
     columns = ("arrival_s", "prompt_tokens", "output_tokens", "first_token_s", "finish_s")
