@@ -29,6 +29,7 @@ class KvCache:
             raise InputError("kv_cache.blocks", f"{blocks} is too few: block 0 is reserved, so at least 2 are needed")
         self.blocks = blocks
         self.block_tokens = block_tokens
+        self.device = device
         page = (blocks, block_tokens, shape.kv_heads, shape.head_dim)
         try:
             # Zeros, not garbage: padded rows read block 0, and a NaN there would spread through masked products.

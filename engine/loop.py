@@ -22,6 +22,7 @@ from engine.step import StepInput, StepOutput
 from engine.streams import Decodes, Stream, chunk_entries
 from engine.timeline import Timeline
 from engine.trials import run_one_by_one
+from serving.kv_tiers import Move
 from serving.plan import BatchPlan, StepResult
 from serving.request import Request
 from serving.scheduler import Scheduler
@@ -271,7 +272,7 @@ class Loop:
         flight = _Flight(plan, decodes, [self.streams[seq.request_id] for seq in plan.completing])
         for stream in flight.completing:
             decodes.add(stream)
-        flight.batch = StepInput(entries, tuple(self._released))
+        flight.batch = StepInput(entries, tuple(self._released), self._moves(plan))
         flight.used_blocks = pool.total - pool.free
         flight.events_before_commits, self._events_before_commits = self._events_before_commits, []
         self._released.clear()
@@ -284,6 +285,16 @@ class Loop:
             flight.launched = self._runner.launch(flight.batch)
         except Exception as error:  # whatever a kernel or a third party's back end raises: find the request at fault
             flight.launched = run_one_by_one(self._runner, flight.batch, error)
+
+    def _moves(self, plan: BatchPlan) -> list[Move]:
+        """Pages to copy before the step: those evicted since the last one, then those that it reads back (their blocks are named by now)."""
+        lower = self.scheduler.pool.lower
+        if lower is None:
+            return []
+        moves = lower.take_moves()
+        for seq, first, keys in plan.reloads:
+            moves += [Move("in", key, block) for key, block in zip(keys, seq.table[first : first + len(keys)])]
+        return moves
 
     def _collect(self, flight: _Flight) -> StepOutput:
         if isinstance(flight.launched, StepOutput):

@@ -12,9 +12,11 @@ from engine.accounts import Accounts
 from engine.clocks import Clock
 from engine.loop import Loop, StepRunner
 from engine.prompts import Prompts
+from serving.catalog import load_gpu, load_llm
 from serving.clients import start_clients
 from serving.errors import InputError
 from serving.kv_pool import KVPool
+from serving.kv_tiers import LowerTiers, build_tiers
 from serving.metrics import Metrics
 from serving.policies.build import policies_of
 from serving.recording import Recording
@@ -48,8 +50,8 @@ def check_servable(scenario: Scenario) -> None:
     """Raise InputError for what is simulated but not done by one engine."""
     if scenario.cluster.replicas != 1:
         raise InputError("cluster.replicas", f"one engine is one replica, not {scenario.cluster.replicas}", "set it to 1")
-    for where, asked in (("cluster.pools", scenario.cluster.pools), ("kv_cache.tiers", scenario.kv_cache.tiers),
-                         ("speculation", scenario.speculation), ("faults", scenario.faults)):  # fmt: skip
+    for where, asked in (("cluster.pools", scenario.cluster.pools), ("speculation", scenario.speculation), ("faults", scenario.faults),
+                         ("retention", scenario.retention), ("adapters", scenario.adapters), ("weights", scenario.weights)):  # fmt: skip
         if asked:
             raise InputError(where, "the engine does not do this; the simulator does", "leave it out")
 
@@ -60,9 +62,17 @@ def build_loop(scenario: Scenario, engine: Engine, clock: Clock, **options: Any)
     cache, batching = scenario.kv_cache, scenario.policy.batching
     if batching.max_in_flight > 2:
         raise InputError("policy.batching.max_in_flight", "the engine plans at most one step ahead", "1 or 2")
-    pool = KVPool(engine.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching, named=True)
+    pool = KVPool(engine.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching, named=True, lower=tiers_of(scenario))
     scheduler = Scheduler(pool, policies_of(scenario), max_in_flight=batching.max_in_flight)
     return Loop(scheduler, engine.runner, clock, Prompts(scenario.seed, engine.vocab, cache.block_tokens), **options)
+
+
+def tiers_of(scenario: Scenario) -> LowerTiers | None:
+    """The lower KV tiers of an engine on one GPU, in pages of the scenario's KV dtype; None without any. Raises InputError."""
+    cache = scenario.kv_cache
+    if not cache.tiers:
+        return None
+    return build_tiers(cache, load_gpu(scenario.cluster.gpu), load_llm(scenario.llm).kv_bytes_per_token("bf16" if cache.dtype == "auto" else cache.dtype))
 
 
 def serve_scenario(

@@ -20,6 +20,7 @@ from engine.attention import geometry, load
 from engine.attention_trace import AttentionTrace
 from engine.block_tables import BlockTables
 from engine.graphs import DecodeGraphs, StepPath, cuda_capture, plain_capture
+from engine.host_pages import HostPages
 from engine.inputs import InputBuffers, StepLayout
 from engine.kv_cache import KvCache
 from engine.logits import LogitsProcessor
@@ -85,6 +86,7 @@ class Runner:
         if options.kv_format is not None and (options.attention or default) == "triton":
             raise InputError("kv_cache.dtype", f"the triton back end reads no {options.kv_format} pages", "use --attention torch")
         self.cache = KvCache(shape, blocks=options.blocks, block_tokens=options.block_tokens, dtype=dtype, device=device, narrow=options.kv_format)
+        self.host_pages = HostPages(self.cache)
         self.tables = BlockTables(options.max_seqs, -(-length // options.block_tokens), device)
         self.inputs = InputBuffers(options.max_batch_tokens, options.max_seqs, options.block_tokens, shape.vocab, device)
         self._trace = trace
@@ -108,6 +110,8 @@ class Runner:
     def launch(self, batch: StepInput) -> InFlight:
         """Issue one step and return without waiting for the device. Later steps may use ``LAST_SAMPLED`` as a token."""
         begin = time.perf_counter()
+        if batch.moves:
+            self.host_pages.apply(batch.moves)
         layout = self.inputs.fill(batch, self.tables)
         path = self.graphs.path(layout.decodes, len(layout.chunks))
         if path.padding:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from engine.graphs import StepPath
 from engine.sampling import GREEDY, SamplingParams
+from serving.kv_tiers import Move
 
 #: As a token to process: the one that the previous step sampled for this request, which the host may not have seen yet.
 LAST_SAMPLED = -1
@@ -33,11 +34,13 @@ class SequenceInput(NamedTuple):
 class StepInput:
     """All sequences of a step, in any order, each request at most once.
 
-    ``released`` names requests that gave their blocks up since the last step (finished, aborted, preempted).
+    ``released`` names requests that gave their blocks up since the last step (finished, aborted, preempted). ``moves`` are made first: pages
+    copied out to host memory before others are written to their blocks, and in before they are read.
     """
 
     sequences: Sequence[SequenceInput]
     released: Sequence[int] = ()
+    moves: Sequence[Move] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ class StubRunner:
         self._check = check
         self._fault = fault
         self._blocks: dict[int, list[int]] = {}  # block -> digest of the text up to and including each of its tokens
+        self._host: dict[object, list[int]] = {}  # pages copied out
         self._last: dict[int, int] = {}
         self._context: dict[int, list[int]] = {}  # request -> digest at the end of each full block that it has read so far
 
@@ -41,6 +42,8 @@ class StubRunner:
         self.steps += 1
         for request_id in batch.released:
             self._context.pop(request_id, None)
+        for kind, key, block in batch.moves:
+            self._move(kind, key, block)
         tokens: dict[int, tuple[int, ...]] = {}
         found = {sequence.request_id: self._fault(sequence) for sequence in batch.sequences} if self._fault is not None else {}
         errors = {request_id: reason for request_id, reason in found.items() if reason is not None}  # a raise leaves nothing half done
@@ -53,6 +56,15 @@ class StubRunner:
                 self._last[sequence.request_id] = token
                 tokens[sequence.request_id] = (token,)
         return batch, tokens, errors
+
+    def _move(self, kind: str, key: object, block: int) -> None:
+        if kind == "out":
+            self._host[key] = list(self._blocks[block])
+            assert len(self._host[key]) == self._width, "a page that is not full was copied out"
+        elif kind == "in":
+            self._blocks[block] = list(self._host[key])
+        else:
+            del self._host[key]
 
     def collect(self, step: tuple) -> StepOutput:
         """Return the tokens of a launched step."""

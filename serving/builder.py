@@ -203,7 +203,9 @@ class PlanBuilder:
         return found if wanted else []
 
     def _load(self, seq: Sequence, first: int, found: list[int]) -> None:
-        self.pool.lower.load(seq.keys[first : first + sum(found)])
+        keys = seq.keys[first : first + sum(found)]
+        self.pool.lower.load(keys)
+        self.plan.reloads = [*self.plan.reloads, (seq, first, keys)]
         loads = self.plan.loads
         self.plan.loads = [old + new for old, new in zip(loads, found)] if loads else found
 

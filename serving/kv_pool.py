@@ -93,7 +93,8 @@ class KVPool:
             size = len(extent.keys)
             gone = min(size, count)
             if self.lower is not None:
-                self.lower.store(reversed(extent.keys[size - gone :]))
+                ids = extent.ids
+                self.lower.store(reversed(extent.keys[size - gone :]), None if ids is None else reversed(ids[size - gone :]))
             if self._loose is not None:
                 self._loose.extend(reversed(extent.ids[size - gone :]))
                 del extent.ids[size - gone :]

@@ -9,6 +9,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from serving.errors import InputError
+
+if TYPE_CHECKING:
+    from serving.catalog import Gpu
+    from serving.scenario.model import KvCache
+
+
+class Move(NamedTuple):
+    """What an engine does before its next step: copy the page ``out`` of or ``in`` to ``block``, or ``forget`` the copy."""
+
+    kind: str
+    key: object
+    block: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +56,34 @@ class LowerTiers:
         self.stored = [0] * len(self.specs)  # pages written to each tier so far
         self.loaded = [0] * len(self.specs)  # pages read from each tier so far
         self.forgotten = 0  # pages that left the last tier
+        self.names = False  # whether blocks have names, so that somebody makes the moves
+        self.moves: list[Move] = []  # decided and not yet made; only where blocks have names
 
-    def store(self, keys: Iterable) -> None:
-        """Take in pages that the GPU evicts, in the order in which they go."""
-        for key in keys:
+    def store(self, keys: Iterable, blocks: Iterable[int] | None = None) -> None:
+        """Take in pages that the GPU evicts, in the order in which they go; ``blocks`` are their names, if they have any."""
+        if blocks is None:
+            for key in keys:
+                self._put(0, key)
+            return
+        self.names = True
+        for key, block in zip(keys, blocks):
+            if not any(key in pages for pages in self._pages):
+                self.moves.append(Move("out", key, block))
             self._put(0, key)
+
+    def take_moves(self) -> list[Move]:
+        """The moves decided since the last call, in order."""
+        moves, self.moves = self.moves, []
+        return moves
 
     def _put(self, tier: int, key: object) -> None:
         if tier == len(self.specs):
+            if any(key in pages for pages in self._pages):
+                return  # a nearer tier has taken it in again
             self.forgotten += 1
             self._heat.pop(key, None)
+            if self.names:
+                self.moves.append(Move("forget", key, 0))
             return
         pages = self._pages[tier]
         if key in pages:
@@ -127,3 +160,22 @@ class LowerTiers:
             assert len(pages) <= spec.blocks, f"{spec.name} holds {len(pages)} of {spec.blocks} pages"
         everywhere = set().union(*self._pages)
         assert set(self._heat) <= everywhere, "heat is kept for pages that are gone"
+
+
+def build_tiers(cache: KvCache, gpu: Gpu, kv_bytes_per_token: float) -> LowerTiers | None:
+    """The KV tiers of a scenario below one replica's GPUs; None without any. Raises InputError for a tier smaller than a page."""
+    link = gpu.pcie
+    if not cache.tiers:
+        return None
+    if not cache.prefix_caching:
+        raise InputError("kv_cache.tiers", "keep pages by their content, which needs kv_cache.prefix_caching")
+    block_bytes = cache.block_tokens * kv_bytes_per_token
+    specs = []
+    for index, tier in enumerate(cache.tiers):
+        blocks = int(tier.gib * 2**30 // block_bytes)
+        if blocks < 1:
+            raise InputError(f"kv_cache.tiers[{index}].gib", f"{tier.gib} GiB hold no page of {block_bytes} bytes")
+        read = tier.read_bytes_per_s or link.bytes_per_s * link.efficiency
+        latency_s = link.latency_s if tier.latency_s is None else tier.latency_s
+        specs.append(TierSpec(tier.name, blocks, read, tier.write_bytes_per_s or read, latency_s))
+    return LowerTiers(specs, block_bytes)

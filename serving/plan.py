@@ -48,6 +48,7 @@ class BatchPlan:
     admitted: Seq[Sequence] = ()
     landed: Seq[Sequence] = ()  # their KV came from another replica; they decode from this step on
     loads: Seq[int] = ()  # pages read back from each lower KV tier before the step's attention can run
+    reloads: Seq[tuple[Sequence, int, tuple]] = ()  # what is read back: (sequence, position of the first page in its table, keys)
     speculating: Seq[Sequence] = ()  # the decoding sequences, where each also verifies ``query_tokens_per_decode - 1`` drafts
     preempted: Seq[Sequence] = ()
     ended: Seq[Sequence] = ()

@@ -10,7 +10,7 @@ from hwmodels.latency import LatencyModel
 from serving.catalog import Gpu, load_gpu, load_llm
 from serving.errors import InputError
 from serving.kv_pool import KVPool
-from serving.kv_tiers import LowerTiers, TierSpec
+from serving.kv_tiers import build_tiers
 from serving.layout import Layout
 from serving.llm import Llm
 from serving.memory import KvCapacity, kv_capacity
@@ -214,7 +214,7 @@ def build_cluster(
 def new_scheduler(parts: Parts) -> Scheduler:
     """An empty scheduler for one replica. Raises InputError for a mistake in a policy."""
     cache, policy = parts.scenario.kv_cache, parts.scenario.policy
-    pool = KVPool(parts.capacity.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching, lower=lower_tiers(parts))
+    pool = KVPool(parts.capacity.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching, lower=build_tiers(cache, parts.gpu, parts.capacity.kv_bytes_per_token))
     return Scheduler(pool, policies_of(parts.scenario), max_in_flight=policy.batching.max_in_flight)
 
 
@@ -224,25 +224,6 @@ def crowded(parts: Parts) -> LatencyModel:
     if tenancy is None:
         return parts.latency
     return Crowded(parts.latency, *burden(tenancy, tenancy.tenants, parts.scenario.kv_cache.memory_fraction))
-
-
-def lower_tiers(parts: Parts) -> LowerTiers | None:
-    """The KV tiers below one replica's GPUs; None without any. Raises InputError for a tier smaller than a page."""
-    cache, link = parts.scenario.kv_cache, parts.gpu.pcie
-    if not cache.tiers:
-        return None
-    if not cache.prefix_caching:
-        raise InputError("kv_cache.tiers", "keep pages by their content, which needs kv_cache.prefix_caching")
-    block_bytes = cache.block_tokens * parts.capacity.kv_bytes_per_token
-    specs = []
-    for index, tier in enumerate(cache.tiers):
-        blocks = int(tier.gib * 2**30 // block_bytes)
-        if blocks < 1:
-            raise InputError(f"kv_cache.tiers[{index}].gib", f"{tier.gib} GiB hold no page of {block_bytes} bytes")
-        read = tier.read_bytes_per_s or link.bytes_per_s * link.efficiency
-        latency_s = link.latency_s if tier.latency_s is None else tier.latency_s
-        specs.append(TierSpec(tier.name, blocks, read, tier.write_bytes_per_s or read, latency_s))
-    return LowerTiers(specs, block_bytes)
 
 
 def new_metrics(scenario: Scenario, *, keep_rows: bool = False) -> Metrics:

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from serving.catalog import load_gpu, load_llm
 from serving.errors import InputError
 from serving.kv_pool import KVPool
+from serving.kv_tiers import LowerTiers, build_tiers
 from serving.plan import BatchPlan, StepResult
 from serving.policies.build import policies_of
 from serving.records import Run, open_run
@@ -98,12 +100,20 @@ def replay(recorded: Recorded) -> Parity:
     return result
 
 
+def _tiers(scenario: Scenario) -> LowerTiers | None:
+    """The engine's lower KV tiers: in pages of the scenario's KV dtype, whatever the device computes in."""
+    cache = scenario.kv_cache
+    if not cache.tiers:
+        return None
+    return build_tiers(cache, load_gpu(scenario.cluster.gpu), load_llm(scenario.llm).kv_bytes_per_token("bf16" if cache.dtype == "auto" else cache.dtype))
+
+
 class _Replay:
     """The scheduler's side of the record."""
 
     def __init__(self, recorded: Recorded, result: Parity) -> None:
         cache, batching = recorded.scenario.kv_cache, recorded.scenario.policy.batching
-        pool = KVPool(cache.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching)
+        pool = KVPool(cache.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching, lower=_tiers(recorded.scenario))
         self.scheduler = Scheduler(pool, policies_of(recorded.scenario), max_in_flight=batching.max_in_flight)
         self.next_row = 0
         self._recorded = recorded
