@@ -65,7 +65,7 @@ class Disaggregated:
         for replica in prefill.replicas:
             replica.goes_on = self._goes_on
             replica.on_hand_over = self._hand_over
-        prefill.watch()
+        prefill.on_outcome(self._prefill_outcome)
         decode.on_outcome(self._decode_outcome)
 
     # -- the interface of a cluster -------------------------------------------------------------------------------------
@@ -106,8 +106,11 @@ class Disaggregated:
         return self.prefill.submit(request, 1)
 
     def resubmit(self, request: Request, output_tokens: int) -> int:
-        """Route a request again that a replica has lost, to begin with its prompt; it keeps the time of its arrival."""
-        self._output_tokens[request.request_id] = output_tokens
+        """Route a request again that a replica has lost, or refused, to begin with its prompt; it keeps the time of its arrival.
+
+        A prefill replica refuses what it thinks will end with its first token: the true length is known here.
+        """
+        self._output_tokens.setdefault(request.request_id, output_tokens)
         return self.prefill.resubmit(request, 1)
 
     def fail(self, request_id: int) -> None:
@@ -215,6 +218,10 @@ class Disaggregated:
         self.prefill.arm(hand_over.prefill)
         hand_over.decode.land(hand_over.landing, hand_over.output_tokens, now_s)
         self.decode.arm(hand_over.decode)
+
+    def _prefill_outcome(self, request_id: int, time_s: float, status: str) -> None:
+        """Whoever leaves from there (refused, aborted) does not go on."""
+        self._output_tokens.pop(request_id, None)
 
     def _decode_outcome(self, request_id: int, time_s: float, status: str) -> None:
         """Pages came free somewhere in the decode pool."""

@@ -69,19 +69,17 @@ class Replica:
         self.on_hand_over: Callable[[Replica, Sequence, float], None] | None = None
         self.entropy: Iterator[float] | None = None  # attention entropy of one decode after the other, where somebody asks
         self.on_record: Callable[[Sequence, float, str], None] | None = None  # as on_finish, with the whole sequence
+        self.take_back: Callable[[Replica, Request, int, str], bool] | None = None
         self.next_s = math.inf  # the next instant at which advance() has something to do
         self.finished_prompt_tokens = 0  # of requests that left; whoever reads it keeps its own last reading
         self.idle_s = 0.0
-        self.pages = PageAccount()
-        self.gaps = TokenGaps(metrics)
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
+        self.pages, self.gaps = PageAccount(), TokenGaps(metrics)
+        self.prompt_tokens = self.cached_tokens = 0
         self.runs = 0  # plans priced, a run of many steps counting once
         self.last_end_s = 0.0
         self._latency = latency
         self._earlier_steps = self._earlier_preemptions = 0  # of schedulers that were lost
-        self._price = latency.step_s
-        self._price_run = latency.run_s
+        self._price, self._price_run = latency.step_s, latency.run_s
         self._metrics = metrics
         self._rows = RowWriter(metrics, self.label)
         self._pipelined = scheduler.flight.limit > 1
@@ -104,7 +102,7 @@ class Replica:
         self._catch_up(now_s)
         seq = self.scheduler.submit(request, now_s)
         if isinstance(seq, str):
-            self.refuse(request, now_s, seq)
+            self.refuse(request, now_s, seq, output_tokens)
             return False
         cap = request.max_output_tokens
         self.oracle.expect(request.request_id, output_tokens if output_tokens < cap else cap)
@@ -392,9 +390,11 @@ class Replica:
         if self.on_finish is not None:
             self.on_finish(seq.request_id, now_s, reason)
 
-    def refuse(self, request: Request, now_s: float, limit: str) -> None:
-        """Record that ``request`` was turned away at ``limit``."""
+    def refuse(self, request: Request, now_s: float, limit: str, output_tokens: int = 0) -> None:
+        """Record that ``request`` was turned away at ``limit``, unless its client takes it back to try again."""
         self.finished_prompt_tokens += request.prompt_tokens
+        if self.take_back is not None and self.take_back(self, request, output_tokens, limit):
+            return
         self._rows.refused(request, now_s)
         if self.on_finish is not None:
             self.on_finish(request.request_id, now_s, f"rejected: {limit}")

@@ -14,6 +14,7 @@ from serving.metrics import FleetTotals, Metrics
 from serving.recording import Recording
 from serving.records import RunWriter
 from serving.request import Arrival
+from serving.rng import stream
 from serving.scenario import Scenario
 from sim.attach import Dynamics, attach
 from sim.bottleneck import Fleet, fleet_of
@@ -22,6 +23,7 @@ from sim.disaggregation import Disaggregated
 from sim.drafts import draft_report
 from sim.fleet import Parts, build_fleet, new_metrics, resolve_fleet, tier_report
 from sim.held_weights import adapter_report
+from sim.retries import Retries
 from sim.saturation import saturated_fleet_rps
 
 Progress = Callable[[int, int | None], None]
@@ -76,9 +78,12 @@ def simulate(
             max_model_len=min(part.max_model_len for part in parts.values()), prefix_caching=scenario.kv_cache.prefix_caching,
             slo=scenario.slo, skipped=skipped,
         )  # fmt: skip
+        retry = scenario.workload.retry
+        retries = None if retry is None else Retries(cluster, retry, stream(scenario.seed, "retries"))
         partial = not _run_to_end(cluster, scenario, progress, stop and (lambda: stop(metrics)))
         load_factor = _load_factor(cluster, scenario, saturation, dynamics)
-        summary = metrics.summary(scenario=scenario.name, seed=scenario.seed, totals=_totals(cluster, parts, dynamics), load_factor=load_factor)
+        totals = _totals(cluster, parts, dynamics, 0 if retries is None else retries.waiting)
+        summary = metrics.summary(scenario=scenario.name, seed=scenario.seed, totals=totals, load_factor=load_factor)
         if scenario.kv_cache.tiers:
             summary["kv_tiers"] = tier_report(cluster.replicas)
         if scenario.speculation is not None:
@@ -89,6 +94,8 @@ def simulate(
             summary["retention"] = {"dropped_blocks": sum(replica.scheduler.dropped_blocks for replica in cluster.replicas)}
         if scenario.adapters is not None:
             summary["adapters"] = adapter_report(cluster.replicas, parts["replicas"].latency)
+        if retries is not None:
+            summary["back_pressure"] = retries.report()
         if dynamics is not None:
             summary["fleet"] = dynamics.report(cluster.end_s)
         if writer is not None:
@@ -186,7 +193,7 @@ def _run_watched(cluster: Cluster | Disaggregated, expected: int | None, progres
     return True
 
 
-def _totals(cluster: Cluster | Disaggregated, parts: dict[str, Parts], dynamics: Dynamics | None) -> FleetTotals:
+def _totals(cluster: Cluster | Disaggregated, parts: dict[str, Parts], dynamics: Dynamics | None, away: int) -> FleetTotals:
     replicas = cluster.replicas
     end_s = cluster.end_s
     gpus = sum(part.gpus for part in parts.values())
@@ -207,7 +214,7 @@ def _totals(cluster: Cluster | Disaggregated, parts: dict[str, Parts], dynamics:
         preemptions=sum(replica.preemptions for replica in replicas),
         prompt_tokens=sum(replica.prompt_tokens for replica in replicas),
         cached_tokens=sum(replica.cached_tokens for replica in replicas),
-        in_flight=cluster.in_flight,
+        in_flight=cluster.in_flight + away,
     )
 
 

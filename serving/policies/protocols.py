@@ -55,7 +55,11 @@ class Victim(Protocol):
 
 
 class Admission(Protocol):
-    """Who may queue at all."""
+    """Who may queue at all.
+
+    A policy may also have ``retry_after_s(request, queue) -> float | None``: told with a refusal, the seconds after which it is worth
+    coming back; None when it cannot say.
+    """
 
     def admit(self, request: Request, queue: Scheduler) -> str | None:
         """None to accept, or the name of the limit for which the request is refused."""

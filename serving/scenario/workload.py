@@ -67,6 +67,16 @@ class JointLengths(BaseModel):
     table: DataFile
 
 
+class Retry(BaseModel):
+    """Clients that are refused come back: after backoff_s, then factor times as long, and never before the refusal says."""
+
+    model_config = STRICT
+    attempts: Annotated[Count, Field(description="further tries before a client gives up")] = 3
+    backoff_s: Annotated[Positive, Field(description="before the first of them")] = 1.0
+    factor: Annotated[float, Field(strict=True, ge=1, le=100, description="by which each pause is longer than the one before")] = 2.0
+    jitter: Annotated[Fraction, Field(description="a pause is longer by a random part of itself, at most this")] = 0.1
+
+
 class Trace(BaseModel):
     """A recorded workload. Slices are in the file's own time and rows; scaling comes after."""
 
@@ -120,6 +130,7 @@ class Workload(BaseModel):
     sessions: Sessions | None = None
     reasoning: Annotated[Reasoning | None, Field(description="hidden rounds before each answer")] = None
     trace: Trace | None = None
+    retry: Annotated[Retry | None, Field(description="what refused clients do; null: they stay away")] = None
 
     @field_validator("trace", mode="before")
     @classmethod

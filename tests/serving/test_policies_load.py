@@ -40,7 +40,10 @@ def mine(tmp_path):
 
 
 def test_every_shipped_policy_loads_by_its_name():
-    needed = {"token_bucket": {"tokens_per_s": 10.0, "burst_tokens": 10.0}}
+    needed = {
+        "token_bucket": {"tokens_per_s": 10.0, "burst_tokens": 10.0},
+        "adaptive_burst": {"tokens_per_s": 10.0, "min_burst_tokens": 10.0, "max_burst_tokens": 20.0},
+    }
     assert {"admission", "batching", "ordering", "preemption", "routing", "window"} <= set(kinds())
     for kind in kinds():
         assert names(kind)

@@ -28,7 +28,7 @@ from serving.policies.ordering.priority import Priority
 from serving.request import Arrival
 from serving.running import Running
 from serving.scheduler import Scheduler
-from sim.cluster import _Wake
+from sim.cluster import Cluster
 from sim.oracle import Oracle
 from sim.replica import Replica
 
@@ -117,7 +117,7 @@ MUTANTS = [
     (by_reference_pool, KVPool, "_append", "extent.references == 1 and not", "not"),
     (by_reference_pool, KVPool, "release", "reversed((seq.table or [])[seq.shared_blocks :])", "reversed(seq.table or [])"),
     (by_invariants, Scheduler, "_stop_decoding", "self.phases[(self.clock - seq.computed) % self.pool.block_tokens] -= 1", "pass"),
-    (by_invariants, Scheduler, "_stop_decoding", "self.context -= seq.computed", "self.context -= seq.computed - 1"),
+    (by_invariants, Scheduler, "_stop_decoding", "if seq.dropped else seq.computed", "if seq.dropped else seq.computed - 1"),
     (by_invariants, Scheduler, "join_decodes", "(clock - seq.computed) %", "(clock - seq.computed + 1) %"),
     (by_invariants, Scheduler, "preempt", "self.pool.release(seq)", "pass"),
     (by_invariants, Scheduler, "abort", "seq.generated -= undelivered", "pass"),
@@ -133,7 +133,7 @@ MUTANTS = [
     (by_stepwise, Oracle, "steps_to_next_finish", "due[0][0] - clock", "due[0][0] - clock + 1"),
     (by_stepwise, Replica, "_catch_up", "bisect_left(self._ends, now_s) + 1", "bisect_left(self._ends, now_s) + 2"),
     (by_stepwise, Replica, "_price_steps", "keep = bisect_left(ends, plan.valid_until_s) + 1", "keep = len(ends)"),
-    (by_stepwise, _Wake, "__call__", "cluster.env.now >= cluster._next_read_s", "False"),
+    (by_stepwise, Cluster, "settle_signals", "self.env.now >= self._next_read_s", "False"),
     (by_stepwise, ChunkedPrefill, "plan", "change_s = min(change_s, open_s)", "pass"),
 ]  # fmt: skip
 

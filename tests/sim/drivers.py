@@ -218,7 +218,7 @@ ORDERINGS = [
 ]  # fmt: skip
 BATCHINGS = [
     (name, {"head_of_line": mode, "max_bypasses": 3}) for name in ("chunked_prefill", "prefill_first", "two_streams", "whole_prompt") for mode in ("block", "skip")
-]
+] + [("prefix_sharing", {"look_ahead": 4, "max_bypasses": 3})]
 WINDOWS = [
     ("none", {}), ("none", {}), ("fixed", {"window_s": 0.07, "size": 3}), ("qos_adaptive", {"period": 5, "start": 2, "max_wait_s": 0.06}),
     ("rtt_adaptive", {"shortest_s": 0.01, "longest_s": 0.1, "samples": 8, "size": 4}),
@@ -227,10 +227,11 @@ VICTIMS = [("latest", {}), ("lowest_priority", {}), ("least_progress", {})]
 ADMISSIONS = [
     ("fits", {}), ("always", {}), ("fits", {"max_queue": 6}), ("token_bucket", {"tokens_per_s": 4000.0, "burst_tokens": 600.0}),
     ("burn_rate", {"least": 5, "open_s": 0.3}),
+    ("adaptive_burst", {"tokens_per_s": 4000.0, "min_burst_tokens": 300.0, "max_burst_tokens": 2000.0, "period": 5}),
 ]  # fmt: skip
 ROUTINGS = [
     ("round_robin", {}), ("least_outstanding_tokens", {"signal_age_s": 0.0}), ("least_outstanding_tokens", {"signal_age_s": 0.05}),
-    ("prefix_affinity", {"signal_age_s": 0.03}),
+    ("prefix_affinity", {"signal_age_s": 0.03}), ("random", {"seed": 3}), ("topology_aware", {}),
 ]  # fmt: skip
 
 

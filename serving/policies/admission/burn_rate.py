@@ -41,6 +41,10 @@ class BurnRate:
             return "burn_rate"
         return self._fits.admit(request, queue)
 
+    def retry_after_s(self, request: Request, queue: Scheduler) -> float | None:
+        """Seconds until the breaker closes."""
+        return max(0.0, self._open_until_s - queue.now_s)
+
     def observe(self, outcome: Outcome) -> None:
         """Take in one outcome and open the breaker if the budget burns."""
         missed = not outcome.first_token_s - outcome.arrival_s <= outcome.ttft_slo_s

@@ -34,10 +34,19 @@ class TokenBucket:
         refusal = self._fits.admit(request, queue)
         if refusal is not None:
             return refusal
-        if self._level_s is not None:
-            self._level = min(self.burst_tokens, self._level + (queue.now_s - self._level_s) * self.tokens_per_s)
-        self._level_s = queue.now_s
+        self._fill(queue.now_s)
         if request.prompt_tokens > self._level:
             return "token_bucket"
         self._level -= request.prompt_tokens
         return None
+
+    def _fill(self, now_s: float) -> None:
+        if self._level_s is not None:
+            self._level = min(self.burst_tokens, self._level + (now_s - self._level_s) * self.tokens_per_s)
+        self._level_s = now_s
+
+    def retry_after_s(self, request: Request, queue: Scheduler) -> float | None:
+        """Seconds until the bucket will hold enough; None when it never does."""
+        if request.prompt_tokens > self.burst_tokens:
+            return None
+        return max(0.0, request.prompt_tokens - self._level) / self.tokens_per_s
