@@ -16,6 +16,7 @@ from engine.clocks import NormalisedClock
 from engine.kv_formats import FORMATS
 from engine.loader import load, random_weights
 from engine.model import DecoderWeights
+from engine.ranks import RankedRunner, Recipe
 from engine.run import Engine, check_servable, longest_sequence
 from engine.runner import Runner, RunnerOptions
 from engine.step import SequenceInput, StepInput
@@ -66,22 +67,24 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
     dtype_name = choices.dtype if choices.dtype != "auto" else ("bf16" if device.type == "cuda" else "fp32")
     if dtype_name not in DTYPES:
         raise InputError("--dtype", f"'{dtype_name}' is no dtype of the engine", nearest(dtype_name, DTYPES))
-    if scenario.cluster.tensor_parallel != 1:
-        raise InputError("cluster.tensor_parallel", "the engine runs on one GPU", "set it to 1")
+    ranks = scenario.cluster.tensor_parallel
+    if ranks != 1 and (device.type != "cpu" or scenario.policy.sharding.name != "head"):
+        raise InputError("cluster.tensor_parallel", "the engine runs on one GPU; on the CPU it splits heads over processes", "set it to 1")
     llm, gpu = load_llm(scenario.llm), load_gpu(scenario.cluster.gpu)
     shape, weights = _weights(scenario, choices, llm, device, DTYPES[dtype_name])
     blocks = _blocks(scenario, llm, gpu, shape, measured_use(scenario, shape, weights, device), dtype_name)
     longest = longest_sequence(scenario, blocks, shape.max_model_len)
     batching = scenario.policy.batching
     sizes = () if choices.eager or device.type != "cuda" else default_sizes(min(batching.max_batch_seqs, 256))
-    runner = Runner(
-        shape, weights,
-        RunnerOptions(
-            blocks=blocks, block_tokens=scenario.kv_cache.block_tokens, max_seqs=batching.max_batch_seqs + REFERENCE_SEQS,
-            max_batch_tokens=_most_tokens(scenario), max_model_len=max(longest, REFERENCE_CONTEXT), graph_sizes=sizes,
-            attention=choices.attention, seed=scenario.seed, kv_format=_kv_format(scenario),
-        ),
+    options = RunnerOptions(
+        blocks=blocks, block_tokens=scenario.kv_cache.block_tokens, max_seqs=batching.max_batch_seqs + REFERENCE_SEQS,
+        max_batch_tokens=_most_tokens(scenario), max_model_len=max(longest, REFERENCE_CONTEXT), graph_sizes=sizes,
+        attention=choices.attention, seed=scenario.seed, kv_format=_kv_format(scenario),
     )  # fmt: skip
+    if ranks > 1:
+        runner = RankedRunner(Recipe(shape, DTYPES[dtype_name], scenario.seed, choices.weights), weights, options, ranks)
+    else:
+        runner = Runner(shape, weights, options)
     runner.warm_up()
     return Engine(
         runner, blocks, longest, shape.vocab, device_name(device, choices.threads), gpu.price_usd_per_h,
@@ -93,7 +96,7 @@ def _kv_format(scenario: Scenario) -> str | None:
     return scenario.kv_cache.dtype if scenario.kv_cache.dtype in FORMATS else None
 
 
-def reference_step(runner: Runner) -> Callable[[], None]:
+def reference_step(runner: Runner | RankedRunner) -> Callable[[], None]:
     """A fixed step that touches nothing but the reserved block: a few decodes over a middling context."""
     table = [0] * blocks_for(REFERENCE_CONTEXT, runner.options.block_tokens)
     batch = StepInput([SequenceInput(-1 - one, (1,), REFERENCE_CONTEXT - 1, table) for one in range(REFERENCE_SEQS)])
@@ -159,7 +162,7 @@ def _blocks(scenario: Scenario, llm: Llm, gpu: Gpu, shape: Architecture, use: Me
     cache, batching = scenario.kv_cache, scenario.policy.batching
     capacity = kv_capacity(
         llm, gpu, memory_fraction=cache.memory_fraction, block_tokens=cache.block_tokens, max_model_len=scenario.max_model_len or 1,
-        max_batch_tokens=batching.max_batch_tokens, max_batch_seqs=batching.max_batch_seqs, kv_dtype=_kv_format(scenario) or dtype,
+        max_batch_tokens=batching.max_batch_tokens, max_batch_seqs=batching.max_batch_seqs, tensor_parallel=scenario.cluster.tensor_parallel, kv_dtype=_kv_format(scenario) or dtype,
         weights_gib=use.weights / GIB, activation_gib=None if use.activation is None else use.activation / GIB,
         non_torch_gib=use.other / GIB, gpu_gib=use.total / GIB, blocks=cache.blocks,
     )  # fmt: skip

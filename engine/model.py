@@ -85,11 +85,15 @@ def rope_tables(shape: Architecture, device: torch.device) -> tuple[Tensor, Tens
 class Decoder:
     """Weights and the forward pass. Holds no cache and no sequence state."""
 
-    def __init__(self, shape: Architecture, weights: DecoderWeights, backend: AttentionBackend, ops: Any) -> None:
+    def __init__(
+        self, shape: Architecture, weights: DecoderWeights, backend: AttentionBackend, ops: Any, reduce: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """``reduce`` sums a tensor over the ranks that share every layer, in place; None: there is one."""
         self.shape = shape
         self.weights = weights
         self.backend = backend
         self.ops = ops
+        self._reduce = reduce
         self.device = weights.embedding.device
         self._rope = rope_tables(shape, self.device) if shape.positions == "rope" else None
 
@@ -101,8 +105,10 @@ class Decoder:
         x = ops.rmsnorm(residual, weights.layers[0].attention_norm, eps)
         for index, layer in enumerate(weights.layers):
             x = self._attention(index, layer, x, residual, positions, batch, cache, observe)
+            x = x if self._reduce is None else self._reduce(x)
             x, residual = ops.add_rmsnorm(x, residual, layer.mlp_norm, eps)
             x = self._mlp(layer, x, batch)
+            x = x if self._reduce is None else self._reduce(x)
             last = index + 1 == len(weights.layers)
             x, residual = ops.add_rmsnorm(x, residual, weights.norm if last else weights.layers[index + 1].attention_norm, eps)
         return x

@@ -7,7 +7,7 @@ Scheduling, sequences and block ownership are the caller's.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,10 +68,13 @@ NO_STEP = StepLayout([], 0, (), 0, 1, [], np.empty(0), {})
 class Runner:
     """One decoder on one device with its KV cache. Not thread-safe: one thread drives it."""
 
-    def __init__(self, shape: Architecture, weights: DecoderWeights, options: RunnerOptions, trace: AttentionTrace | None = None) -> None:
+    def __init__(
+        self, shape: Architecture, weights: DecoderWeights, options: RunnerOptions, trace: AttentionTrace | None = None,
+        reduce: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         """Allocate the cache and all buffers. Raises InputError when the cache does not fit or a name is unknown.
 
-        With ``trace`` every step runs eagerly and attention of one layer is recorded.
+        With ``trace`` every step runs eagerly and attention of one layer is recorded. ``reduce``: see ``Decoder``.
         """
         device, dtype = weights.embedding.device, weights.embedding.dtype
         length = options.max_model_len or shape.max_model_len
@@ -82,7 +85,7 @@ class Runner:
         self.device = device
         default = "triton" if device.type == "cuda" else "torch"
         backend = load(options.attention or default, geometry(shape, options.max_seqs, device))
-        self.decoder = Decoder(shape, weights, backend, load_ops(options.ops or default))
+        self.decoder = Decoder(shape, weights, backend, load_ops(options.ops or default), reduce)
         if options.kv_format is not None and (options.attention or default) == "triton":
             raise InputError("kv_cache.dtype", f"the triton back end reads no {options.kv_format} pages", "use --attention torch")
         self.cache = KvCache(shape, blocks=options.blocks, block_tokens=options.block_tokens, dtype=dtype, device=device, narrow=options.kv_format)
