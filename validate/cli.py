@@ -80,8 +80,7 @@ def measure_accuracy(
     """Replay every measured run in a folder and print how far off the simulator is."""
     if gate is not None and not 0 <= gate < float("inf"):
         raise InputError("--gate", f"{gate:g} is no fraction of at least 0")
-    from sim.progress import ProgressBar
-
+    from serving.progress import ProgressBar
     from validate import accuracy
     from validate.accuracy_tables import print_rows
 

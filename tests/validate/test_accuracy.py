@@ -10,14 +10,15 @@ import pytest
 
 import twinserve
 from serving.errors import InputError
-from validate.accuracy import Row, accuracy, exceeding
+from validate.accuracy import accuracy, exceeding
 from validate.measured import vllm_run
+from validate.measured.row import Row
 
 RTX4090, RTXPRO6000 = "vllm_0.19_llama-3.1-8b_rtx4090", "vllm_0.19_llama-3.1-8b_rtxpro6000"
 
 
-def errors(rows, fitted=False):
-    return {(row.metric, row.statistic): row.error for row in rows if (row.fitted_on != "nothing") == fitted}
+def errors(rows):
+    return {(row.metric, row.statistic): row.error for row in rows if row.fitted_on == "nothing"}
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +43,31 @@ def test_the_pro_6000_run_is_predicted_with_nothing_fitted(pro_6000):
     assert all(abs(found["e2e_s", statistic]) <= 0.03 for statistic in ("mean", "p50", "p90", "p99"))
 
 
-def test_a_constant_fitted_on_one_half_predicts_the_other(pro_6000):
-    rows = [row for row in pro_6000 if row.fitted_on != "nothing"]
+def test_host_time_fitted_on_one_half_predicts_the_other(pro_6000):
+    rows = [row for row in pro_6000 if row.fitted_on.startswith("host time")]
     assert all("requests 1-150, judged on the rest" in row.fitted_on for row in rows)
-    assert all(abs(error) <= 0.03 for error in errors(rows, fitted=True).values())
+    assert all(abs(row.error) <= 0.03 for row in rows)
+
+
+def test_the_halved_run_is_shown_with_nothing_fitted_too(pro_6000):
+    """So that what the halving does can be told from what the fit does."""
+    rows = [row for row in pro_6000 if row.fitted_on == "nothing; judged on requests 151-300 only"]
+    assert len(rows) == 12
 
 
 def test_the_fit_sees_nothing_of_what_it_is_judged_on(data_dir, pro_6000):
-    """Spoil the measured second half: the fitted constant stays the same."""
+    """Spoil the measured second half: the fitted time stays the same."""
     (run,) = vllm_run.find(data_dir / "measured" / RTXPRO6000)
     run.real.last_s[150:] += 100.0
-    (words,) = {row.fitted_on for row in pro_6000} - {"nothing"}
-    assert words.startswith(f"{vllm_run.fit_offset(run, slice(0, 150)) * 1e3:+.2f} ms a step")
+    (words,) = {row.fitted_on for row in pro_6000 if row.fitted_on.startswith("host time")}
+    assert words.startswith(f"host time {vllm_run.fit_host_s(run, slice(0, 150)) * 1e3:.2f} ms a step")
+
+
+def test_host_time_is_never_negative(data_dir):
+    """A server that is faster than its profile has no host time to fit, and keeps none."""
+    (run,) = vllm_run.find(data_dir / "measured" / RTXPRO6000)
+    run.real.last_s[:] -= 1.0
+    assert vllm_run.fit_host_s(run, slice(0, 150)) == 0.0
 
 
 def test_latencies_count_from_the_queue(data_dir):

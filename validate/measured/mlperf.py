@@ -72,7 +72,7 @@ def output_lengths(server: Imported) -> dict[str, Any]:
         mean = server.rates["output_tokens_per_s"] / server.rates["requests_per_s"]
         median = 1.0 + (server.stated["e2e_s"]["p50"] - server.stated["ttft_s"]["p50"]) / server.stated["tpot_s"]["p50"]
     except KeyError as error:
-        raise InputError(str(server.path), f"does not state {error.args[0]}", "output lengths cannot be told without it") from None
+        raise InputError(str(server.source), f"does not state {error.args[0]}", "output lengths cannot be told without it") from None
     sigma = math.sqrt(2.0 * math.log(mean / median)) if mean > median else 0.0
     return {"dist": "lognormal", "median": median, "sigma": sigma, "max": LONGEST}
 

@@ -1,0 +1,170 @@
+"""Tables of measured servers, MLPerf and routing ladders: what is read, what is simulated, what a fit may see, what is refused."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+
+from hwmodels.latency import build
+from serving.catalog import load_gpu, load_llm
+from serving.errors import InputError
+from serving.plan import StepShape
+from validate.accuracy import accuracy
+from validate.measured import closed_loop, mlperf, routing_ladder, served, served_table
+from validate.measured.datasheet import floor_s, least_ratio
+from validate.measured.host_time import WithHostTime
+from validate.measured.row import row
+from validate.measured.served import Setup
+
+SAMPLE = "aiconfigurator_sample"
+
+
+@pytest.fixture(scope="module")
+def path(data_dir):
+    (found,) = served.find(data_dir / "measured" / SAMPLE)
+    return found
+
+
+@pytest.fixture(scope="module")
+def table(path):
+    return served.read(path)
+
+
+def of(table, **wanted):
+    return next(each for each in table if all(getattr(each, name) == value for name, value in wanted.items()))
+
+
+def test_the_table_holds_all_rows_but_the_seven_named_ones(table):
+    assert len(table) == 618
+    assert not [each for each in table if each.quantisation == "fp8" and (each.prompt_tokens, each.output_tokens) == (4000, 1000)]
+
+
+def test_every_source_of_latency_has_its_rows(table):
+    bf16, fp8 = of(table, engine="vllm", llm="qwen3-32b"), of(table, engine="trtllm", llm="qwen3-32b")
+    assert served.price(bf16).words == "table (operator sample h100_sxm)"
+    assert served.price(fp8).words.startswith(("silicon (aiconfigurator-core 0.12", "roofline"))
+    assert served.price(dataclasses.replace(bf16, profile=None)).words.startswith(("silicon", "roofline"))
+
+
+@pytest.mark.parametrize("engine, llm", [("vllm", "qwen3-32b"), ("sglang", "qwen3-32b"), ("trtllm", "llama-3.1-8b")])
+def test_no_step_of_the_operator_sample_beats_the_datasheet(table, engine, llm):
+    for server in {each.deployment: each for each in table if each.engine == engine and each.llm == llm and not each.quantisation}.values():
+        priced = served.price(server)
+        assert least_ratio(priced.model, priced.llm, priced.gpu, server.tensor_parallel, server.weight_dtype) >= 1.0
+
+
+def test_the_datasheet_floor_by_hand():
+    """One token: the layers' weights stream once; a long chunk: two flops a weight and token."""
+    llm, gpu = load_llm("llama-3.1-8b"), load_gpu("h100-sxm")
+    weights = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
+    decode = floor_s(llm, gpu, 1, None, "bf16", StepShape((), 1, 1000, 1))
+    assert decode == pytest.approx((2 * weights + 1000 * 131072) / gpu.memory_bytes_per_s)
+    chunk = floor_s(llm, gpu, 2, None, "bf16", StepShape(((4096, 0),), 0, 0, 1))
+    assert chunk == pytest.approx((2 * weights * 4096 + 4 * 32 * 4096 * 4096 * 4097 / 2) / gpu.flops["bf16"] / 2)
+
+
+def test_host_time_is_added_alike_step_by_step_and_in_runs():
+    inner = build("roofline", {}, llm=load_llm("qwen3-0.6b"), gpu=load_gpu("h100-sxm"))
+    model = WithHostTime(inner, 0.25e-3)
+    expected = [model.step_s(StepShape((), 8, 4000 + 8 * i, 8)) for i in range(100)]
+    assert model.run_s(StepShape((), 8, 4000, 8), 100) == expected
+    assert expected[0] == inner.step_s(StepShape((), 8, 4000, 8)) + 0.25e-3
+
+
+def test_the_simulated_server_runs_on_the_prices_it_is_given(table):
+    """Ten more milliseconds of host time a step are ten more milliseconds a token: a default latency model must not slip in."""
+    server = of(table, engine="sglang", llm="qwen3-32b", users=16, output_tokens=128, prompt_tokens=1024)
+    priced = served.price(server)
+    plain, slow = (closed_loop.simulate_row(server, Setup(0.0, host_step_s=host_s), priced) for host_s in (0.0, 0.010))
+    assert slow.tpot_s - plain.tpot_s == pytest.approx(0.010, rel=0.02)
+
+
+def test_the_fit_finds_a_host_time_that_was_put_in(table):
+    """Servers simulated with 1.5 ms and the documented client take the place of the measured ones."""
+    members = [each for each in table if each.group == "qwen3-32b bf16 h100-sxm sglang" and each.tensor_parallel == 4 and each.users == 16][:6]
+    hidden = Setup(0.0, 0.0, 8192, 0.0015)
+    priced = served.price(members[0])
+    made_up = [dataclasses.replace(each, **closed_loop.simulate_row(each, hidden, priced)._asdict()) for each in members]
+    assert served_table.fit_groups({"made up": made_up}, jobs=1)["made up"] == hidden
+
+
+def test_the_halves_are_disjoint_and_complete_and_the_judged_one_is_not_seen(table):
+    halves = served_table._halves(table)
+    for fitted, judged in halves.values():
+        names = [each.identity for each in fitted], [each.identity for each in judged]
+        assert not set(names[0]) & set(names[1]) and abs(len(fitted) - len(judged)) <= 1
+    assert sum(len(fitted) + len(judged) for fitted, judged in halves.values()) == len(table)
+
+
+def test_a_sample_of_the_table_in_one_process(path):
+    rows = served_table.rows(path, fit=False, jobs=1, sample=4)
+    assert len(rows) == 2 * 6 * 4
+    assert {each.fitted_on for each in rows} == {"nothing", served_table.CIRCULAR}
+    bf16 = [abs(each.error) for each in rows if each.metric == "tpot_s" and " bf16 " in each.dataset]
+    assert np.median(bf16) <= 0.10
+
+
+@pytest.mark.parametrize(
+    "column, value, message",
+    [
+        ("silicon_ttft_ms", "nan", r"served.csv:2: 'silicon_ttft_ms' is nan"),
+        ("silicon_tpot_ms", "0", r"served.csv:2: column 'silicon_tpot_ms' is 0"),
+        ("backend", "vlm", r"served.csv:2: column 'backend': no engine named 'vlm' .*vllm"),
+        ("system", "h101_sxm", r"served.csv:2: column 'system': the catalogue has no GPU 'h101-sxm'"),
+        ("model_path", "Qwen/Qwen3-33B", r"served.csv:2: column 'model_path': the catalogue has no language model 'qwen3-33b'"),
+        ("tp_size", "", r"served.csv:2: 'tp_size' is '', not a number"),
+    ],
+)
+def test_a_bad_row_is_named_by_line_and_column(path, tmp_path, column, value, message):
+    with path.open() as stream:
+        record = next(csv.DictReader(stream))
+    with (tmp_path / "served.csv").open("w") as stream:
+        writer = csv.DictWriter(stream, list(record))
+        writer.writeheader()
+        writer.writerow(record | {column: value})
+    with pytest.raises(InputError, match=message):
+        served.read(tmp_path / "served.csv")
+
+
+def test_a_missing_column_is_named(tmp_path):
+    (tmp_path / "served.csv").write_text("id,silicon_ttft_ms\n1,2\n")
+    with pytest.raises(InputError, match=r"served.csv: column 'silicon_data_source' is missing"):
+        accuracy(tmp_path)
+
+
+def test_lengths_of_the_mlperf_run_follow_from_its_summary(data_dir):
+    (submission,) = mlperf.find(data_dir / "measured" / "vllm_0.9.2_llama-3.1-70b-fp8_8xh200_mlperf")
+    lengths = mlperf.output_lengths(submission.summaries["server"])
+    assert lengths["median"] == pytest.approx(267.3, abs=0.1) and lengths["sigma"] == pytest.approx(0.452, abs=0.001)
+    del submission.summaries["server"].stated["tpot_s"]
+    with pytest.raises(InputError, match="does not state tpot_s"):
+        mlperf.output_lengths(submission.summaries["server"])
+
+
+def test_the_ladder_is_read_and_routing_by_prefix_wins(data_dir):
+    (ladder,) = routing_ladder.find(data_dir / "measured")
+    assert len(ladder.stages) == 36 and ladder.kv_tokens == 461_376 and ladder.seconds[5.0] == 120
+    at_eight = {stage.policy: routing_ladder.simulate_stage(ladder, stage) for stage in ladder.stages if stage.rate_rps == 8.0}
+    for blind in ("load-scheduling", "random-scheduling"):
+        assert at_eight["precise-scheduling"][0] < 0.1 * at_eight[blind][0]
+        assert at_eight["precise-scheduling"][1] > 1.2 * at_eight[blind][1]
+
+
+def test_orders_count_only_pairs_that_differ():
+    def stage(policy, real, simulated):
+        return row(f"ladder/{policy}/3 rps", "vllm", "table", "ttft_s", "mean", real, simulated, "nothing")
+
+    found = routing_ladder.orders([stage("a", 1.0, 1.0), stage("b", 1.05, 0.5), stage("c", 2.0, 0.7)])
+    assert found == [("3 rps", "a", "c", False), ("3 rps", "b", "c", True)]
+
+
+def test_a_damaged_ladder_is_named(data_dir, tmp_path):
+    source = data_dir / "measured" / "llm-d_routing_llama-70b_4xtp4-h100"
+    shutil.copy(source / "37-capacity.csv", tmp_path)
+    (tmp_path / "workload.yaml").write_text("stages_rps_and_seconds: 3\n")
+    with pytest.raises(InputError, match=r"workload.yaml: does not describe the workload"):
+        routing_ladder.find(tmp_path)
