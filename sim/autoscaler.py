@@ -11,6 +11,7 @@ from serving.scenario.model import Targets
 from serving.scheduler import BrokenPolicyError
 from serving.sequence import Sequence
 from sim.dynamics import LOST, READY, STARTING, Fleet
+from sim.outcomes import latencies
 
 
 class State:
@@ -26,11 +27,7 @@ class State:
         fleet.listen(self._note)
 
     def _note(self, seq: Sequence, now_s: float, status: str) -> None:
-        targets = self._targets_of(seq.request.class_name)
-        arrival_s, first_s = seq.request.arrival_s, seq.first_token_s
-        tpot_s = (now_s - first_s) / (seq.generated - 1) if seq.generated > 1 else 0.0
-        met = first_s - arrival_s <= targets.ttft_s and tpot_s <= targets.tpot_s and now_s - arrival_s <= targets.e2e_s
-        if not met:
+        if not latencies(seq, now_s).meet(self._targets_of(seq.request.class_name)):
             self._violations_s.append(now_s)
 
     @property

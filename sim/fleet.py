@@ -31,6 +31,7 @@ from sim.held_weights import resident_gib
 from sim.network import Network
 from sim.pricing import price
 from sim.replica import Replica
+from sim.rollout import Split
 from sim.tenancy import Crowded, SharedGpus, burden
 from sim.topology import LinkGraph
 
@@ -118,13 +119,15 @@ def pool_scenario(scenario: Scenario, role: str) -> Scenario:
 
 def build_fleet(
     scenario: Scenario, parts: dict[str, Parts], metrics: Metrics, *, stepwise: bool = False, audit: float = 0.0, recording: Recording | None = None
-) -> Cluster | Disaggregated:
+) -> Cluster | Disaggregated | Split:
     """Build the whole fleet of ``scenario`` on a new environment; ``parts`` are those of ``resolve_fleet``.
 
     Raises InputError for a mistake in a policy, or for pools that the topology cannot hold or join.
     """
     options = {"stepwise": stepwise, "audit": audit, "recording": recording}
     if not scenario.cluster.pools:
+        if scenario.rollout is not None:
+            return _build_split(scenario, parts["replicas"], metrics, options)
         scaling = scenario.cluster.autoscaling
         cluster = build_cluster(parts["replicas"], metrics, replicas=scaling.maximum if scaling is not None else None, **options)
         _join_links(cluster, parts["replicas"])
@@ -134,6 +137,19 @@ def build_fleet(
     gpus = [*parts["prefill"].placed, *parts["decode"].placed]
     per_token = max(part.capacity.kv_bytes_per_token * part.layout.gpus for part in parts.values())
     return Disaggregated(prefill, decode, Network(parts["prefill"].graph, prefill.env), lambda replica: gpus[replica.label], per_token)
+
+
+def _build_split(scenario: Scenario, parts: Parts, metrics: Metrics, options: dict[str, Any]) -> Split:
+    """The fleet, and the candidate of a release beside it."""
+    wanted = scenario.rollout.candidate
+    changed = {key: getattr(wanted.policy, key) for key in wanted.policy.model_fields_set}
+    other = resolve(scenario.model_copy(update={"policy": scenario.policy.model_copy(update=changed)}))
+    baseline = build_cluster(parts, metrics, **options)
+    count = wanted.replicas or scenario.cluster.replicas
+    candidate = build_cluster(other, metrics, replicas=count, env=baseline.env, first_label=len(baseline.replicas), **options)
+    for replica in candidate.replicas:
+        replica.slow_down(wanted.step_time_factor, 0.0)
+    return Split(baseline, candidate)
 
 
 def _join_links(cluster: Cluster, parts: Parts) -> None:

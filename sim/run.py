@@ -24,8 +24,10 @@ from sim.drafts import draft_report
 from sim.fleet import Parts, build_fleet, new_metrics, resolve_fleet, tier_report
 from sim.held_weights import adapter_report
 from sim.retries import Retries
+from sim.rollout import Release, Split
 from sim.saturation import saturated_fleet_rps
 
+AnyCluster = Cluster | Disaggregated | Split
 Progress = Callable[[int, int | None], None]
 Stop = Callable[[Metrics], bool]
 _PROGRESS_EVERY = 1024  # arrivals
@@ -80,30 +82,42 @@ def simulate(
         )  # fmt: skip
         retry = scenario.workload.retry
         retries = None if retry is None else Retries(cluster, retry, stream(scenario.seed, "retries"))
+        release = None if scenario.rollout is None else Release(cluster, scenario.rollout, scenario.slo, scenario.seed)
         partial = not _run_to_end(cluster, scenario, progress, stop and (lambda: stop(metrics)))
         load_factor = _load_factor(cluster, scenario, saturation, dynamics)
         totals = _totals(cluster, parts, dynamics, 0 if retries is None else retries.waiting)
         summary = metrics.summary(scenario=scenario.name, seed=scenario.seed, totals=totals, load_factor=load_factor)
-        if scenario.kv_cache.tiers:
-            summary["kv_tiers"] = tier_report(cluster.replicas)
-        if scenario.speculation is not None:
-            summary["speculation"] = draft_report(replica.drafts for replica in cluster.replicas)
-        if scenario.cluster.ingress is not None:
-            summary["ingress"] = cluster.signals.delivery.report()
-        if scenario.retention is not None:
-            summary["retention"] = {"dropped_blocks": sum(replica.scheduler.dropped_blocks for replica in cluster.replicas)}
-        if scenario.adapters is not None:
-            summary["adapters"] = adapter_report(cluster.replicas, parts["replicas"].latency)
-        if retries is not None:
-            summary["back_pressure"] = retries.report()
-        if dynamics is not None:
-            summary["fleet"] = dynamics.report(cluster.end_s)
+        summary |= _parts_of_summary(scenario, parts, cluster, dynamics, retries, release)
         if writer is not None:
             writer.publish(
                 scenario=scenario.resolved(), seed=scenario.seed, device=_device(parts), summary=summary,
                 requests=metrics.columns() if records else None, class_names=metrics.class_names, partial=partial, latency=_provenance(parts),
             )  # fmt: skip
     return RunResult(summary, _fleet(scenario, parts, len(cluster.replicas)), partial, skipped)
+
+
+def _parts_of_summary(
+    scenario: Scenario, parts: dict[str, Parts], cluster: AnyCluster, dynamics: Dynamics | None, retries: Retries | None, release: Release | None
+) -> dict[str, Any]:
+    """What a summary says only of scenarios that ask for it."""
+    extra: dict[str, Any] = {}
+    if scenario.kv_cache.tiers:
+        extra["kv_tiers"] = tier_report(cluster.replicas)
+    if scenario.speculation is not None:
+        extra["speculation"] = draft_report(replica.drafts for replica in cluster.replicas)
+    if scenario.cluster.ingress is not None:
+        extra["ingress"] = cluster.signals.delivery.report()
+    if scenario.retention is not None:
+        extra["retention"] = {"dropped_blocks": sum(replica.scheduler.dropped_blocks for replica in cluster.replicas)}
+    if scenario.adapters is not None:
+        extra["adapters"] = adapter_report(cluster.replicas, parts["replicas"].latency)
+    if retries is not None:
+        extra["back_pressure"] = retries.report()
+    if dynamics is not None:
+        extra["fleet"] = dynamics.report(cluster.end_s)
+    if release is not None:
+        extra["rollout"] = release.report()
+    return extra
 
 
 def _recording(writer: RunWriter | None, parts: dict[str, Parts]) -> Recording | None:
@@ -136,7 +150,7 @@ def _writer(out: Path | None, records: bool, plans: bool) -> Iterator[RunWriter 
         yield writer
 
 
-def _start(cluster: Cluster | Disaggregated, arrivals: Iterable[Arrival] | None, **arguments: Any) -> None:
+def _start(cluster: AnyCluster, arrivals: Iterable[Arrival] | None, **arguments: Any) -> None:
     if arrivals is None:
         start_clients(cluster, **arguments)
     else:
@@ -164,7 +178,7 @@ class _Saturation:
         return self._measured[0]
 
 
-def _run_to_end(cluster: Cluster | Disaggregated, scenario: Scenario, progress: Progress | None, stop: Callable[[], bool] | None) -> bool:
+def _run_to_end(cluster: AnyCluster, scenario: Scenario, progress: Progress | None, stop: Callable[[], bool] | None) -> bool:
     """Run until nothing is left to do; False when interrupted or stopped."""
     try:
         if progress is None and stop is None:
@@ -177,7 +191,7 @@ def _run_to_end(cluster: Cluster | Disaggregated, scenario: Scenario, progress: 
     return True
 
 
-def _run_watched(cluster: Cluster | Disaggregated, expected: int | None, progress: Progress | None, stop: Callable[[], bool] | None) -> bool:
+def _run_watched(cluster: AnyCluster, expected: int | None, progress: Progress | None, stop: Callable[[], bool] | None) -> bool:
     """As ``env.run``, telling every so many events how far it is, or asking whether to go on; False when stopped."""
     step, queue = cluster.env.step, cluster.env._queue
     every = _PROGRESS_EVERY if stop is None else _STOP_EVERY
@@ -193,10 +207,12 @@ def _run_watched(cluster: Cluster | Disaggregated, expected: int | None, progres
     return True
 
 
-def _totals(cluster: Cluster | Disaggregated, parts: dict[str, Parts], dynamics: Dynamics | None, away: int) -> FleetTotals:
+def _totals(cluster: AnyCluster, parts: dict[str, Parts], dynamics: Dynamics | None, away: int) -> FleetTotals:
     replicas = cluster.replicas
     end_s = cluster.end_s
     gpus = sum(part.gpus for part in parts.values())
+    if isinstance(cluster, Split):
+        gpus = gpus * len(replicas) // len(cluster.baseline.replicas)
     provisioned = len(replicas) if dynamics is None or not end_s else dynamics.provisioned_s(end_s) / end_s
     share = provisioned / len(replicas)  # of all that there could be
     prices = [part.gpu.price_usd_per_h for part in parts.values()]
@@ -204,7 +220,7 @@ def _totals(cluster: Cluster | Disaggregated, parts: dict[str, Parts], dynamics:
         duration_s=end_s,
         replicas=provisioned,
         gpus=gpus if dynamics is None or not end_s else _mean_gpus(parts, dynamics, end_s),
-        gpu_usd_per_h=None if None in prices else sum(part.gpus * part.gpu.price_usd_per_h for part in parts.values()) / gpus,
+        gpu_usd_per_h=None if None in prices else sum(part.gpus * part.gpu.price_usd_per_h for part in parts.values()) / sum(part.gpus for part in parts.values()),
         busy_s=sum(replica.busy_until(end_s) for replica in replicas),
         steps=sum(replica.steps for replica in replicas),
         events=cluster.arrived + sum(replica.runs for replica in replicas),
@@ -226,11 +242,11 @@ def _mean_gpus(parts: dict[str, Parts], dynamics: Dynamics, end_s: float) -> flo
     return first.layout.gpus * dynamics.provisioned_s(end_s) / end_s
 
 
-def _load_factor(cluster: Cluster | Disaggregated, scenario: Scenario, saturation: _Saturation, dynamics: Dynamics | None) -> float | None:
-    """Offered over saturated throughput, of the replicas provisioned on average; None where arrivals wait for answers."""
+def _load_factor(cluster: AnyCluster, scenario: Scenario, saturation: _Saturation, dynamics: Dynamics | None) -> float | None:
+    """Offered over saturated throughput, of the replicas provisioned on average; None where arrivals wait for answers or a release changes it."""
     from serving.workload import follows_answers
 
-    if cluster.arrivals_end_s <= 0 or follows_answers(scenario.workload):
+    if cluster.arrivals_end_s <= 0 or scenario.rollout is not None or follows_answers(scenario.workload):
         return None
     saturated = saturation.rate()
     if not saturated:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from serving.scenario.fields import PolicySpec, data_file
 from serving.scenario.load import from_mapping, load, names
-from serving.scenario.model import Batching, Cluster, KvCache, Measure, Policy, Scenario, Slo, Targets, json_schema
+from serving.scenario.model import Cluster, KvCache, Measure, Scenario, Slo, Targets, json_schema
+from serving.scenario.policy import Batching, Policy
 from serving.scenario.workload import RequestClass, Workload
 
 __all__ = [
