@@ -12,24 +12,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from serving.errors import InputError
 from serving.sequence import Sequence
 
-REFERENCE_EVERY = 4
-REFERENCE_SHAPE = (2048, 8192)  # float32, 64 MiB: larger than a cache, as the weights of a network are
 FILES = ("steps.jsonl", "requests.jsonl", "meta.json")
-
-
-def memory_reference() -> Callable[[], object]:
-    """A product of a large matrix and a vector: fixed work, bound by memory as a decode step is."""
-    matrix, vector = np.ones(REFERENCE_SHAPE, dtype=np.float32), np.ones(REFERENCE_SHAPE[1], dtype=np.float32)
-    return lambda: matrix @ vector
 
 
 class Composition(NamedTuple):
@@ -83,13 +73,11 @@ class LogClock:
 
 
 class StepLog:
-    """Writes the folder. One thread writes. ``reference`` is fixed work to run and time every ``REFERENCE_EVERY`` steps, or None."""
+    """Writes the folder. One thread writes."""
 
-    def __init__(self, folder: Path, clock: LogClock, meta: Mapping[str, Any], reference: Callable[[], object] | None = None) -> None:
+    def __init__(self, folder: Path, clock: LogClock, meta: Mapping[str, Any]) -> None:
         """Raises InputError when the folder cannot be written or holds another log."""
         self._clock = clock
-        self._reference = reference
-        self._reference_s = 0.0
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if any((folder / name).exists() for name in FILES):
@@ -116,12 +104,7 @@ class StepLog:
         return max(self._end_s, planned.begin_s), max(self._processor_s, self._began_processor_s)
 
     def wake(self) -> None:
-        """Planning begins: run the reference if it is due, and note the processor's clock in case this ends a pause."""
-        if self._reference is not None and not self._count % REFERENCE_EVERY:
-            begin_s = self._clock.processor_s()
-            self._reference()
-            self._reference_s = self._clock.processor_s() - begin_s
-            self._processor_s += self._reference_s  # no part of the step
+        """Planning begins: note the processor's clock in case this ends a pause."""
         self._began_processor_s = self._clock.processor_s()
 
     def step(self, planned: Planned, arrived_s: float, finished: list[int], *, more: bool) -> None:
@@ -134,14 +117,14 @@ class StepLog:
             "prefill_seqs": len(work.chunks), "decode_seqs": work.decodes, "decode_context_tokens": work.decode_context_tokens,
             "kv_blocks_used": planned.used_blocks, "graph": 0, "preempted": len(planned.preempted), "steps": 1,
             "planned_s": planned.begin_s, "schedule_s": scheduled_s - begin_s, "device_s": max(0.0, arrived_s - scheduled_s),
-            "post_s": end_s - max(arrived_s, scheduled_s), "processor_s": processor_s - began_processor_s, "reference_s": self._reference_s,
+            "post_s": end_s - max(arrived_s, scheduled_s), "processor_s": processor_s - began_processor_s,
             "query_key_pairs": work.query_key_pairs, "prefill_context_tokens": sum(before for *_, before in work.chunks),
             "logits_rows": len(work.tokens), "chunks": work.chunks, "tokens": work.tokens, "submitted": planned.submitted,
             "preempted_ids": planned.preempted, "finished": finished, "events_before_commits": planned.before_commits,
         }  # fmt: skip
         self._steps.write(json.dumps(line) + "\n")
         self._count += 1
-        self._end_s, self._processor_s, self._busy, self._reference_s = end_s, processor_s, more, 0.0
+        self._end_s, self._processor_s, self._busy = end_s, processor_s, more
 
     def request(self, seq: Sequence, their_id: str, finish_s: float, status: str) -> None:
         """A request has left."""

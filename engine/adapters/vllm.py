@@ -3,7 +3,7 @@
 The class subclasses vLLM's asynchronous scheduler (with the plain one vLLM turns asynchronous scheduling off), puts its own queue in the place of
 the waiting one, orders the running list, sets the budgets, and leaves everything else to the parent. It is told what to do by
 ``--additional-config '{"twinserve": {"scenario": "FILE.yaml", "log": "FOLDER"}}'``: the scenario's ``policy`` part decides, every step is logged
-to the folder ``log`` if that is given; ``"reference": true`` times a fixed piece of work between steps, for a machine whose speed drifts.
+to the folder ``log`` if that is given.
 
 vLLM declares this interface not public. So a release outside ``SUPPORTED`` is refused, as is one that lacks an attribute in use
 (``engine.adapters.vllm_seam.USED``): the server then does not start, and says why.

@@ -5,9 +5,9 @@
 
 ```
 NAME/scenario.yaml, log/, server.log        what was served, and what vLLM did
-NAME/wall, NAME/normalised, ...             the same as run directories, by several clocks (engine.adapters.vllm_run)
+NAME/wall, NAME/processor, ...             the same as run directories, by several clocks (engine.adapters.vllm_run)
 NAME/...-simulated                          what the simulator says of the same requests
-fit-CLOCK.yaml, result.json                 the calibration from the run `calibrate`, all figures
+fit-CLOCK.yaml, result.json                 the fit of the runs named calibration-N, all figures
 ```
 """
 
@@ -31,19 +31,19 @@ from serving.errors import InputError
 from serving.scenario import Scenario, load
 
 ROOT = Path(__file__).resolve().parents[2]
-CLOCKS = ("wall", "processor", "normalised")
+CLOCKS = ("wall", "processor")
 VIEWS = {  # name -> clock, and what counts as an arrival (engine.adapters.vllm_run)
-    "wall": ("wall", "client"), "processor": ("processor", "client"), "normalised": ("normalised", "client"), "normalised-seen": ("normalised", "seen"),
+    "wall": ("wall", "client"), "processor": ("processor", "client"), "processor-seen": ("processor", "seen"),
 }  # fmt: skip
+CALIBRATION = "calibration"  # begins the names of the runs that are fitted; all others are held out
 START_S = 300.0
 
 
 class Served(NamedTuple):
-    """One run of the server: its name and what differs from the scenario. ``gated`` runs are held out and judged."""
+    """One run of the server: its name and what differs from the scenario."""
 
     name: str
     overrides: tuple[str, ...]
-    gated: bool = False
 
 
 class Lane(NamedTuple):
@@ -56,15 +56,20 @@ class Lane(NamedTuple):
 
 
 def planned(requests: int, rates: tuple[float, float, float]) -> list[Served]:
-    """Calibrate at the first rate; hold out the second, twice; at the third, an overload, compare two orderings; make one pool so small that it preempts."""
-    some = f"workload.requests={requests}"
+    """Calibrate at the first rate, in three sittings; hold out two at the second rate, between them, so that a drift of the machine meets both.
+
+    Then, at the third rate, an overload under two orderings, and a pool so small that it preempts.
+    """
+    some, half = f"workload.requests={requests}", f"workload.requests={max(1, requests // 2)}"
     calm, busy, over = (f"workload.arrivals.rate_rps={rate:g}" for rate in rates)
     return [
-        Served("calibrate", (some, calm)),
-        Served("held-out-1", (some, busy), gated=True),
-        Served("held-out-2", (some, busy, "seed=6"), gated=True),
-        Served("overload-fcfs", (some, over, "seed=7")),
+        Served(f"{CALIBRATION}-1", (half, calm, "seed=11")),
+        Served("held-out-1", (some, busy, "seed=21")),
+        Served(f"{CALIBRATION}-2", (half, calm, "seed=12")),
+        Served("held-out-2", (some, busy, "seed=22")),
+        Served(f"{CALIBRATION}-3", (half, calm, "seed=13")),
         Served("tight-pool", (some, busy, "seed=8", "kv_cache.blocks=22", "policy.batching.max_batch_tokens=512")),
+        Served("overload-fcfs", (some, over, "seed=7")),
         Served("overload-shortest-first", (some, over, "seed=7", "policy.ordering.name=shortest_job", "policy.ordering.ageing_tokens_per_s=0")),
     ]
 
@@ -99,7 +104,7 @@ def _server(lane: Lane, scenario: Scenario, file: Path, folder: Path) -> Iterato
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     batching, cache = scenario.policy.batching, scenario.kv_cache
-    settings = json.dumps({"twinserve": {"scenario": str(file.resolve()), "log": str((folder / "log").resolve()), "reference": True}})
+    settings = json.dumps({"twinserve": {"scenario": str(file.resolve()), "log": str((folder / "log").resolve())}})
     command = [
         lane.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(lane.model), "--served-model-name", "served", "--enforce-eager",
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(scenario.max_model_len),
@@ -146,9 +151,10 @@ def _stop(process: subprocess.Popen) -> None:
             break
 
 
-def calibrate(lane: Lane, clock: str) -> dict[str, Any] | None:
-    """Fit the run `calibrate`; what ``calibrate --json`` says, or None when it is refused (it says why on stderr)."""
-    done = _twinserve("calibrate", lane.out / "calibrate" / clock, "--out", _fit(lane, clock), "--json", may_fail=True)
+def calibrate(lane: Lane, runs: Sequence[Served], clock: str) -> dict[str, Any] | None:
+    """Fit the runs for calibration; what ``calibrate --json`` says, or None when they are refused (it says why on stderr)."""
+    folders = [lane.out / run.name / clock for run in runs if run.name.startswith(CALIBRATION)]
+    done = _twinserve("calibrate", *folders, "--out", _fit(lane, clock), "--json", may_fail=True)
     return json.loads(done.stdout) if done.returncode == 0 else None
 
 
@@ -234,12 +240,12 @@ def main() -> None:
     served = [run for run in runs if (lane.out / run.name / "log").is_dir()]
     for run in served:
         convert(lane, run)
-    fits = {clock: calibrate(lane, clock) for clock in CLOCKS}
+    fits = {clock: calibrate(lane, served, clock) for clock in CLOCKS}
     result: dict[str, Any] = {"calibration": fits, "runs": {}}
     for run in served:
         metrics = {view: judge(lane, run, view) for view, (clock, _) in VIEWS.items() if fits[clock] is not None}
         plans = decisions(lane, run)
-        result["runs"][run.name] = {"gated": run.gated, "metrics": metrics, **plans}
+        result["runs"][run.name] = {"metrics": metrics, **plans}
     (lane.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(table(result))
 

@@ -1,13 +1,11 @@
 """A log of another engine's steps as a run directory: what ``calibrate``, ``compare`` and ``parity`` read.
 
-``python -m engine.adapters.vllm_run LOG --out DIR [--clock wall|processor|normalised] [--arrivals client|seen] [--trace FILE]``
+``python -m engine.adapters.vllm_run LOG --out DIR [--clock wall|processor] [--arrivals client|seen] [--trace FILE]``
 
 wall        seconds as they passed
 processor   a step takes the seconds that the engine's process spent on a processor; pauses stay as they were, and every instant within a step moves
             with it. What other programs on a shared machine take away is then no part of the run, while arrivals, decisions and their order stay
             what they were. Only for an engine that computes in its own process on a CPU
-normalised  as processor, relative to the reference that was timed between steps (the median of its latest 8), which counts as 10 ms: what makes
-            the processor itself slower or faster, neighbours in its caches for instance, cancels
 
 client      a request arrives when the HTTP server has it
 seen        a request arrives at the beginning of the first step whose plan could take it: what lies between (parsing, queues between processes) is no
@@ -21,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +29,7 @@ from serving.metrics import ABORTED, COMPLETED, FleetTotals, Metrics
 from serving.records import RunWriter
 from serving.scenario import Scenario, from_mapping
 
-CLOCKS = ("wall", "processor", "normalised")
-REFERENCE_S = 0.010
-REFERENCES = 8
+CLOCKS = ("wall", "processor")
 ARRIVALS = ("client", "seen")
 NAN = math.nan
 
@@ -107,22 +102,7 @@ def durations_s(log: Log, clock: str) -> list[float]:
         raise InputError("--clock", f"there is no clock '{clock}'", "wall or processor")
     if clock == "wall":
         return [step["duration_s"] for step in log.steps]
-    seconds = [min(step["processor_s"], step["duration_s"]) for step in log.steps]
-    return seconds if clock == "processor" else _normalised(log, seconds)
-
-
-def _normalised(log: Log, seconds: list[float]) -> list[float]:
-    """Each step's seconds relative to the references timed around it."""
-    timed = [(at, step["reference_s"]) for at, step in enumerate(log.steps) if step.get("reference_s")]
-    if not timed:
-        raise InputError("--clock", "the log holds no reference to normalise by", 'serve with the setting "reference": true')
-    places = [at for at, _ in timed]
-    result = []
-    for at, value in enumerate(seconds):
-        last = max(1, bisect_right(places, at))
-        latest = [reference_s for _, reference_s in timed[max(0, last - REFERENCES) : last]]
-        result.append(value / statistics.median(latest) * REFERENCE_S)
-    return result
+    return [min(step["processor_s"], step["duration_s"]) for step in log.steps]
 
 
 def zero_s(log: Log) -> float:
@@ -147,7 +127,7 @@ def write_run(log: Log, out: Path, *, clock: str = "wall") -> None:
         last_s: dict[int, float] = {}
         for step, duration_s in zip(log.steps, seconds):
             begin_s, end_s = warp(step["start_s"]), warp(step["start_s"] + step["duration_s"])
-            _add_step(writer, step, begin_s, end_s, duration_s, step["reference_s"] if clock == "normalised" else 0.0)
+            _add_step(writer, step, begin_s, end_s, duration_s)
             gaps = [end_s - last_s[one] for one in step["tokens"] if one in last_s]
             metrics.itl(gaps, [1] * len(gaps), [end_s] * len(gaps))
             last_s.update(dict.fromkeys(step["tokens"], end_s))
@@ -163,7 +143,7 @@ def write_run(log: Log, out: Path, *, clock: str = "wall") -> None:
         )  # fmt: skip
 
 
-def _add_step(writer: RunWriter, step: dict[str, Any], begin_s: float, end_s: float, duration_s: float, reference_s: float) -> None:
+def _add_step(writer: RunWriter, step: dict[str, Any], begin_s: float, end_s: float, duration_s: float) -> None:
     stretch = duration_s / step["duration_s"] if step["duration_s"] else 1.0
     writer.steps.append(
         (
@@ -179,7 +159,7 @@ def _add_step(writer: RunWriter, step: dict[str, Any], begin_s: float, end_s: fl
         (
             step["step"], "eager", step["prefill_tokens"] + step["decode_seqs"], step["query_key_pairs"], step["prefill_context_tokens"],
             step["logits_rows"], step["schedule_s"] * stretch, 0.0, 0.0, 0.0, step["post_s"] * stretch, step["device_s"] * stretch,
-            step["duration_s"], reference_s, step["events_before_commits"],
+            step["duration_s"], 0.0, step["events_before_commits"],
         )
     )  # fmt: skip
 
@@ -214,9 +194,7 @@ def _as_it_ran(scenario: Scenario, meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _device(meta: dict[str, Any], clock: str) -> str:
-    return f"{meta['hardware']['device_name']}, {meta['distribution']} {meta['vllm_version']}" + {"wall": "", "processor": ", processor time"}.get(
-        clock, f", processor time normalised to a reference of {REFERENCE_S * 1e3:g} ms"
-    )
+    return f"{meta['hardware']['device_name']}, {meta['distribution']} {meta['vllm_version']}" + (", processor time" if clock == "processor" else "")
 
 
 def write_trace(log: Log, file: Path, *, clock: str = "wall") -> None:

