@@ -112,7 +112,7 @@ def check_prefill(shape: Shape, device: torch.device, g: torch.Generator) -> Che
     rows = torch.arange(len(chunks), dtype=torch.int32, device=device)
     found = prefill_attention.prefill_attention(
         q, pages.keys, pages.values, pages.table, rows, pages.context, starts, max(new for new, _ in chunks), scale=shape.dim**-0.5,
-        window=shape.window, slopes=slopes, tuning=_prefill_tuning(device),
+        window=shape.window, slopes=slopes, tuning=prefill_tuned_for(device),
     )  # fmt: skip
     bounds = starts.tolist()
     expected = torch.cat([
@@ -200,7 +200,8 @@ def tuned_for(device: torch.device) -> decode_attention.DecodeTuning:
     return decode_attention.decode_tuning(torch.cuda.get_device_properties(device).major)
 
 
-def _prefill_tuning(device: torch.device) -> prefill_attention.PrefillTuning:
+def prefill_tuned_for(device: torch.device) -> prefill_attention.PrefillTuning:
+    """The same for prefill attention."""
     if device.type != "cuda":
         return prefill_attention.PrefillTuning(block_m=32, block_n=16)
     return prefill_attention.prefill_tuning(torch.cuda.get_device_properties(device).major)

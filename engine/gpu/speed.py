@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.gpu.correctness import Shape, check_decode, random_pages, tuned_for
+from engine.gpu.correctness import Shape, check_decode, prefill_tuned_for, random_pages, tuned_for
 from engine.gpu.timing import copy_bytes_per_s, matmul_flops_per_s, seconds_of
 from engine.kernels import decode_attention, pointwise, prefill_attention
 from engine.kernels.decode_attention import DecodeTuning
@@ -139,7 +139,7 @@ def prefill_rates(device: torch.device, sizes: Sizes, dtype: torch.dtype, ceilin
         pages = random_pages(Shape(heads, kv_heads, dim, 16, (new + before,), dtype=dtype), device, g)
         q = torch.randn(new, heads, dim, generator=g, device=device).to(dtype)
         rows, starts = torch.zeros(1, dtype=torch.int32, device=device), torch.tensor([0, new], dtype=torch.int32, device=device)
-        tuning = prefill_attention.PrefillTuning() if device.type == "cuda" else prefill_attention.PrefillTuning(block_m=32, block_n=16)
+        tuning = prefill_tuned_for(device)
 
         def run(q=q, pages=pages, rows=rows, starts=starts, new=new, tuning=tuning) -> None:
             prefill_attention.prefill_attention(

@@ -21,7 +21,7 @@ BLOCK_TOKENS = 16
 SPARE = 0.85  # part of the free memory that the pages may take
 
 
-def decode_step(shape: Architecture, batch: int, context: int) -> StepInput:
+def decode_step(batch: int, context: int) -> StepInput:
     """``batch`` decodes, each with ``context`` tokens cached, on blocks of their own."""
     each = blocks_for(context + 1, BLOCK_TOKENS)
     return StepInput([SequenceInput(one, (7,), context, list(range(1 + one * each, 1 + (one + 1) * each))) for one in range(batch)])
@@ -49,7 +49,7 @@ def decode_steps(
         runner = Runner(shape, weights, options)
         runner.warm_up()
         for batch, context in fitting:
-            step = StepInput(decode_step(shape, batch, context).sequences, tuple(range(seqs)))
+            step = StepInput(decode_step(batch, context).sequences, tuple(range(seqs)))
             whole, on_device = _time(runner, step, repeats)
             low = floor_s(shape, batch, context, dtype.itemsize, bytes_per_s)
             yield {

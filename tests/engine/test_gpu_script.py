@@ -104,9 +104,6 @@ def test_the_floor_of_a_decode_step_by_hand():
 
 
 def test_sequences_of_a_measured_step_share_no_block():
-    from engine.architecture import Architecture
-
-    shape = Architecture(layers=1, hidden=16, heads=1, kv_heads=1, head_dim=16, intermediate=16, vocab=32)
-    step = steps.decode_step(shape, 3, 32)
+    step = steps.decode_step(3, 32)
     blocks = [block for one in step.sequences for block in one.block_table]
     assert len(blocks) == len(set(blocks)) == 9 and 0 not in blocks
