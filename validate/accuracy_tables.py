@@ -7,7 +7,7 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from validate.measured import routing_ladder
+from validate.measured import routing_ladder, served
 from validate.measured.row import STATISTICS, Row
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def _print_many(console: Console, name: str, rows: Sequence[Row]) -> None:
     _table(console, ("|error|, %, median / mean", "rows", *(LABELS[metric] for metric in metrics), "fitted"), lines)
     for fitted, mark in marks.items():
         _say(console, f"  {mark}: {fitted}", bold=False)
+    if name.startswith("served"):
+        _say(console, f"  left out: {served.EXCLUDED}", bold=False)
     stages = [row for row in rows if row.dataset.endswith("rps")]
     if stages:
         order = routing_ladder.orders(stages)

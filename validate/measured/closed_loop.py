@@ -25,11 +25,10 @@ class Means(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a task found: the means of each run, the latency model's name, and its smallest ratio to the datasheet."""
+    """What a task found: the means of each run, and the latency model's name."""
 
     means: dict[tuple[Served, Setup], Means]
     words: str
-    least_ratio: float
 
 
 Task = Sequence[tuple[Served, Setup]]  # runs of one deployment
@@ -61,11 +60,13 @@ def _answers(tasks: Sequence[Task], jobs: int) -> Iterator[Answer]:
 
 
 def carry_out(task: Task) -> Answer:
-    """Simulate the runs of one deployment, whose latency model is built once."""
-    priced = price(task[0][0])
+    """Simulate the runs of one deployment, whose latency model is built once. Raises ArithmeticError if that beats the datasheet."""
     row = task[0][0]
-    means = {(row, setup): simulate_row(row, setup, priced) for row, setup in task}
-    return Answer(means, priced.words, least_ratio(priced.model, priced.llm, priced.gpu, row.tensor_parallel, row.weight_dtype))
+    priced = price(row)
+    ratio = least_ratio(priced.model, priced.llm, priced.gpu, row.tensor_parallel, row.weight_dtype)
+    if ratio < 1.0:
+        raise ArithmeticError(f"{row.where}: {priced.words} prices a step at {ratio:.3f} of what the datasheet allows")
+    return Answer({(row, setup): simulate_row(row, setup, priced) for row, setup in task}, priced.words)
 
 
 def simulate_row(row: Served, setup: Setup, priced: Priced) -> Means:
