@@ -140,13 +140,12 @@ def build_fleet(
 
 
 def _build_split(scenario: Scenario, parts: Parts, metrics: Metrics, options: dict[str, Any]) -> Split:
-    """The fleet, and the candidate of a release beside it."""
+    """The fleet twice, with what it runs and with the candidate of a release: ``Release`` says how many of each are in service."""
     wanted = scenario.rollout.candidate
     changed = {key: getattr(wanted.policy, key) for key in wanted.policy.model_fields_set}
     other = resolve(scenario.model_copy(update={"policy": scenario.policy.model_copy(update=changed)}))
     baseline = build_cluster(parts, metrics, **options)
-    count = wanted.replicas or scenario.cluster.replicas
-    candidate = build_cluster(other, metrics, replicas=count, env=baseline.env, first_label=len(baseline.replicas), **options)
+    candidate = build_cluster(other, metrics, env=baseline.env, first_label=len(baseline.replicas), **options)
     for replica in candidate.replicas:
         replica.slow_down(wanted.step_time_factor, 0.0)
     return Split(baseline, candidate)

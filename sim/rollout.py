@@ -1,6 +1,7 @@
-"""A release while it serves: some requests go to a candidate beside the fleet, and it is promoted or rolled back by what came of them.
+"""A release while it serves: some requests go to a candidate, and it is promoted or rolled back by what came of them.
 
-Both variants are whole clusters with routers of their own. ``Split`` stands before them with the interface of one.
+Both variants are clusters with routers of their own, of as many replicas as the fleet has; together that many are in service. ``Split``
+stands before them with the interface of one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from serving.histogram import Histogram
 from serving.request import Request
-from serving.scenario.model import Slo
+from serving.scenario.model import Scenario, Slo
 from serving.scenario.rollout import Rollout, Stage
 from serving.sequence import Sequence
 from sim.cluster import Cluster
@@ -115,8 +116,9 @@ class Tally:
 class Release:
     """Moves requests from the baseline to the candidate, stage by stage, and back if it must."""
 
-    def __init__(self, split: Split, spec: Rollout, slo: Slo, seed: int) -> None:
-        self._split, self._spec, self._slo, self._seed = split, spec, slo, seed
+    def __init__(self, split: Split, spec: Rollout, slo: Slo, seed: int, reach: float = 1.0) -> None:
+        """``reach``: the share of all requests that the release may touch at all."""
+        self._split, self._spec, self._slo, self._seed, self._reach = split, spec, slo, seed, reach
         self._env = split.env
         self._share = 0.0
         self._stages: Iterator[Stage] = iter(spec.all_stages())
@@ -131,6 +133,7 @@ class Release:
         split.chooses = self._chooses
         for name, cluster in (("baseline", split.baseline), ("candidate", split.candidate)):
             self._listen(name, cluster)
+        self._give(0.0)
         self._env.at(float(spec.warmup_s), lambda event: self._next(), FAULT)
 
     def _chooses(self, request: Request) -> bool:
@@ -186,9 +189,11 @@ class Release:
     def _next(self) -> None:
         self._stage = stage = next(self._stages, None)
         if stage is None:
-            self._share, self.outcome, self.ended_s = 1.0, "promoted", self._env.now
+            self._give(1.0)
+            self.outcome, self.ended_s = "promoted", self._env.now
             return
-        self._share, self._began_s = stage.share, self._env.now
+        self._give(stage.share)
+        self._began_s = self._env.now
         self._now = {"baseline": Tally(), "candidate": Tally()}
         self._env.at(self._env.now + stage.for_s, lambda event: self._judge(stage), FAULT)
 
@@ -208,7 +213,19 @@ class Release:
         if passed:
             self._next()
         else:
-            self._share, self.outcome, self.reason, self.ended_s = 0.0, "rolled_back", f"{stage.name}: {reason}", self._env.now
+            self._give(0.0)
+            self.outcome, self.reason, self.ended_s = "rolled_back", f"{stage.name}: {reason}", self._env.now
+
+    def _give(self, share: float) -> None:
+        """Let the candidate have ``share`` of the requests it may have, and the replicas that this takes."""
+        self._share = share
+        baseline, candidate = self._split.baseline, self._split.candidate
+        replicas, part = len(baseline.replicas), share * self._reach
+        mine = round(part * replicas) if part in (0.0, 1.0) else max(1, min(round(part * replicas), replicas - 1))
+        others = replicas - mine if part in (0.0, 1.0) else max(1, replicas - mine)
+        for cluster, count in ((candidate, mine), (baseline, others)):
+            for replica in cluster.replicas:
+                cluster.set_online(replica.index, replica.index < count)
 
     def _problem(self, stage: Stage) -> str | None:
         """Why the release must not go on; None when it may."""
@@ -241,3 +258,14 @@ class Release:
             "outcome": self.outcome, "reason": self.reason, "ended_s": None if math.isnan(self.ended_s) else self.ended_s, "stages": self._rows,
             "variants": {name: tally.report() for name, tally in self._whole.items()},
         }  # fmt: skip
+
+
+def reach(scenario: Scenario) -> float:
+    """Share of all requests that the scenario's release may touch; what a trace brings is taken to be touched entirely."""
+    spec, workload = scenario.rollout, scenario.workload
+    share = 1.0
+    for wanted, rows in ((spec.tenants, workload.tenants), (spec.classes, workload.classes)):
+        total = sum(row.share for row in rows)
+        if wanted and total:
+            share *= sum(row.share for row in rows if row.name in wanted) / total
+    return share

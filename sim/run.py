@@ -24,7 +24,7 @@ from sim.drafts import draft_report
 from sim.fleet import Parts, build_fleet, new_metrics, resolve_fleet, tier_report
 from sim.held_weights import adapter_report
 from sim.retries import Retries
-from sim.rollout import Release, Split
+from sim.rollout import Release, Split, reach
 from sim.saturation import saturated_fleet_rps
 
 AnyCluster = Cluster | Disaggregated | Split
@@ -82,7 +82,7 @@ def simulate(
         )  # fmt: skip
         retry = scenario.workload.retry
         retries = None if retry is None else Retries(cluster, retry, stream(scenario.seed, "retries"))
-        release = None if scenario.rollout is None else Release(cluster, scenario.rollout, scenario.slo, scenario.seed)
+        release = None if scenario.rollout is None else Release(cluster, scenario.rollout, scenario.slo, scenario.seed, reach(scenario))
         partial = not _run_to_end(cluster, scenario, progress, stop and (lambda: stop(metrics)))
         load_factor = _load_factor(cluster, scenario, saturation, dynamics)
         totals = _totals(cluster, parts, dynamics, 0 if retries is None else retries.waiting)
@@ -211,16 +211,15 @@ def _totals(cluster: AnyCluster, parts: dict[str, Parts], dynamics: Dynamics | N
     replicas = cluster.replicas
     end_s = cluster.end_s
     gpus = sum(part.gpus for part in parts.values())
-    if isinstance(cluster, Split):
-        gpus = gpus * len(replicas) // len(cluster.baseline.replicas)
-    provisioned = len(replicas) if dynamics is None or not end_s else dynamics.provisioned_s(end_s) / end_s
+    there = len(cluster.baseline.replicas if isinstance(cluster, Split) else replicas)
+    provisioned = there if dynamics is None or not end_s else dynamics.provisioned_s(end_s) / end_s
     share = provisioned / len(replicas)  # of all that there could be
     prices = [part.gpu.price_usd_per_h for part in parts.values()]
     return FleetTotals(
         duration_s=end_s,
         replicas=provisioned,
         gpus=gpus if dynamics is None or not end_s else _mean_gpus(parts, dynamics, end_s),
-        gpu_usd_per_h=None if None in prices else sum(part.gpus * part.gpu.price_usd_per_h for part in parts.values()) / sum(part.gpus for part in parts.values()),
+        gpu_usd_per_h=None if None in prices else sum(part.gpus * part.gpu.price_usd_per_h for part in parts.values()) / gpus,
         busy_s=sum(replica.busy_until(end_s) for replica in replicas),
         steps=sum(replica.steps for replica in replicas),
         events=cluster.arrived + sum(replica.runs for replica in replicas),

@@ -1,4 +1,4 @@
-"""A release: a candidate beside the fleet takes a growing share of the requests, is compared, and taken back when it is worse."""
+"""A release: a candidate takes a growing share of the requests and replicas, is compared, and taken back when it is worse."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ class Candidate(BaseModel):
     model_config = STRICT
     policy: Annotated[Policy, Field(description="decisions that differ; keys left out are the scenario's")] = Policy()
     step_time_factor: Annotated[Positive, Field(description="below 1 for faster steps")] = 1.0
-    replicas: Annotated[
-        int | None, Field(strict=True, ge=1, le=100_000, description="that run it, beside the fleet; null: as many as the fleet has")
-    ] = None
 
 
 class Gates(BaseModel):
@@ -58,7 +55,8 @@ class Verification(BaseModel):
 class Rollout(BaseModel):
     """A release by stages: ``verification``, then ``stages``; after the last all requests (of ``tenants`` and ``classes``) go to the candidate.
 
-    It is rolled back when a stage's check fails, and at once when, of its last outcomes within ``burn_window_s``, the share that misses
+    As many of the fleet's replicas run the candidate as its share of the requests asks for, and at least one, so that the load of a replica
+    is about the same with either variant; they change over at once, and end what they hold. The release is rolled back when a stage's check fails, and at once when, of its last outcomes within ``burn_window_s``, the share that misses
     its objectives exceeds ``burn`` times the error budget (1 - slo.attainment) and the baseline's own share.
     """
 

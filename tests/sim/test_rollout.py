@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from drivers import request
 
+from serving.catalog import load_gpu
 from serving.errors import InputError
 from serving.scenario import from_mapping, load
+from sim.fleet import build_fleet, new_metrics, resolve_fleet
+from sim.rollout import Release, reach
 from sim.run import simulate
 
 STAGES = [{"name": "tenth", "share": 0.1, "for_s": 30}, {"name": "half", "share": 0.5, "for_s": 30}]
@@ -51,9 +55,9 @@ def test_a_candidate_like_the_baseline_is_promoted_and_its_share_is_what_stages_
 
 
 def test_a_slower_candidate_fails_the_comparison_and_is_taken_back():
-    report = run({"candidate": {"step_time_factor": 1.5}, "stages": STAGES})["rollout"]
+    report = run({"candidate": {"step_time_factor": 1.5}, "stages": [STAGES[1], STAGES[0]]})["rollout"]
     assert report["outcome"] == "rolled_back" and report["ended_s"] == 30.0
-    assert "TPOT p99 is 1." in report["reason"] and report["reason"].startswith("tenth: ")
+    assert "TPOT p99 is 1." in report["reason"] and report["reason"].startswith("half: ")
     assert len(report["stages"]) == 1
     after = report["variants"]["candidate"]["outcomes"] - report["stages"][0]["candidate"]["outcomes"]
     assert after <= 5, "only what was under way"
@@ -67,7 +71,7 @@ def test_a_candidate_that_burns_the_budget_is_taken_back_at_once():
 
 def test_policies_of_the_candidate_are_its_own():
     refusing = {"policy": {"admission": {"name": "token_bucket", "tokens_per_s": 100.0, "burst_tokens": 2000.0}}}
-    summary = run({"candidate": refusing, "stages": STAGES})
+    summary = run({"candidate": refusing, "stages": STAGES, "burn": 1000.0})
     report = summary["rollout"]
     assert report["outcome"] == "rolled_back" and "failed or were refused" in report["reason"]
     assert report["variants"]["baseline"]["failed"] == 0
@@ -104,16 +108,29 @@ def test_too_few_answers_decide_nothing_in_favour():
     assert report["outcome"] == "rolled_back" and "too few" in report["reason"]
 
 
-def test_sessions_stay_with_their_variant():
-    from sim.cluster import Cluster  # the split asks for nothing else of its clusters
-    from sim.fleet import build_fleet, new_metrics, resolve_fleet
-    from sim.rollout import Release
+def test_replicas_change_over_with_the_share_and_the_fleet_costs_what_it_did():
+    split, release = built(scenario({"candidate": {}, "stages": STAGES}, cluster={"gpu": "h100-sxm", "replicas": 8}))
+    in_service = {}
+    for share in (0.0, 0.01, 0.25, 0.5, 0.99, 1.0):
+        release._give(share)
+        in_service[share] = (split.baseline.online, split.candidate.online)
+    assert in_service == {0.0: (8, 0), 0.01: (7, 1), 0.25: (6, 2), 0.5: (4, 4), 0.99: (1, 7), 1.0: (0, 8)}
+    lone, release = built(scenario({"candidate": {}, "stages": STAGES}, cluster={"gpu": "h100-sxm", "replicas": 1}))
+    release._give(0.1)
+    assert (lone.baseline.online, lone.candidate.online) == (1, 1)
+    plain = simulate(
+        from_mapping({**scenario({"candidate": {}, "stages": STAGES}).resolved(), "rollout": {"candidate": {}, "stages": STAGES[:1]}})
+    ).summary
+    assert plain["cost_usd"] == pytest.approx(2 * plain["duration_s"] / 3600 * load_gpu("h100-sxm").price_usd_per_h)
 
-    wanted = scenario({"candidate": {}, "stages": STAGES})
+
+def built(wanted):
     split = build_fleet(wanted, resolve_fleet(wanted), new_metrics(wanted))
-    release = Release(split, wanted.rollout, wanted.slo, 2)
-    from drivers import request
+    return split, Release(split, wanted.rollout, wanted.slo, 2, reach(wanted))
 
+
+def test_sessions_stay_with_their_variant():
+    split, release = built(scenario({"candidate": {}, "stages": STAGES}))
     chosen = {}
     for share in (0.1, 0.5, 1.0):
         release._share = share
@@ -122,7 +139,6 @@ def test_sessions_stay_with_their_variant():
                 chosen.setdefault((share, session), set()).add(split.chooses(request(1000 * turn + session, session=session)))
     assert all(len(answers) == 1 for answers in chosen.values())
     assert all(True in chosen[0.5, session] for session in range(200) if True in chosen[0.1, session]), "who has it keeps it"
-    assert isinstance(split.candidate, Cluster) and len(split.replicas) == 4
 
 
 @pytest.mark.parametrize(
