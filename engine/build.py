@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from engine.architecture import Architecture, from_llm
+from engine.attention_trace import AttentionTrace
 from engine.clocks import NormalisedClock
 from engine.kv_formats import FORMATS
 from engine.loader import load, random_weights
@@ -25,6 +26,7 @@ from serving.errors import InputError, nearest
 from serving.graph_buckets import default_sizes
 from serving.llm import Llm
 from serving.memory import GIB, blocks_for, check_capacity, kv_capacity
+from serving.policies.build import policies_of
 from serving.scenario import Scenario
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -72,6 +74,8 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
         raise InputError("cluster.tensor_parallel", "the engine runs on one GPU; on the CPU it splits heads over processes", "set it to 1")
     llm, gpu = load_llm(scenario.llm), load_gpu(scenario.cluster.gpu)
     shape, weights = _weights(scenario, choices, llm, device, DTYPES[dtype_name])
+    if scenario.retention is not None and (shape.positions != "rope" or shape.window or ranks > 1):
+        raise InputError("retention", "the engine drops pages of rotary networks without a window of their own, on one device", "leave it out")
     blocks = _blocks(scenario, llm, gpu, shape, measured_use(scenario, shape, weights, device), dtype_name)
     longest = longest_sequence(scenario, blocks, shape.max_model_len)
     batching = scenario.policy.batching
@@ -84,7 +88,8 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
     if ranks > 1:
         runner = RankedRunner(Recipe(shape, DTYPES[dtype_name], scenario.seed, choices.weights), weights, options, ranks)
     else:
-        runner = Runner(shape, weights, options)
+        watched = scenario.retention is not None and policies_of(scenario).retention.entropy_below > 0
+        runner = Runner(shape, weights, options, AttentionTrace(top=1, keep=False) if watched else None)
     runner.warm_up()
     return Engine(
         runner, blocks, longest, shape.vocab, device_name(device, choices.threads), gpu.price_usd_per_h,

@@ -37,12 +37,13 @@ class StepLayout(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """Columns of a step's sequences, int64 [S]: new tokens, tokens before them, table rows, sampled rows."""
+    """Columns of a step's sequences, int64 [S]: new tokens, tokens before them, table rows, sampled rows, tokens dropped from the cache."""
 
     counts: np.ndarray
     starts: np.ndarray
     rows: np.ndarray
     wanted: np.ndarray
+    dropped: np.ndarray
 
 
 class InputBuffers:
@@ -78,17 +79,18 @@ class InputBuffers:
             counts = [len(seq.tokens) for seq in sequences]
         decodes = counts.count(1)
         # Transposed in C: a loop over hundreds of sequences per column would cost as much as the scheduler.
-        ids, tokens, start, blocks, wanted, _ = zip(*sequences) if sequences else ((),) * 6
+        ids, tokens, start, blocks, wanted, _, dropped = zip(*sequences) if sequences else ((),) * 7
         rows = list(map(tables.row, ids, blocks))
-        flat = Flat(np.array(counts, dtype=np.int64), np.array(start, dtype=np.int64), np.array(rows, dtype=np.int64), np.array(wanted, dtype=np.int64))
+        flat = Flat(*(np.array(column, dtype=np.int64) for column in (counts, start, rows, wanted, dropped)))
         host = self._hosts[self._turn]
         total = self._fill_tokens(host, list(chain.from_iterable(tokens)), flat, tables)
         host["rows"][: len(rows)] = rows
-        host["context"][: len(rows)] = flat.starts + flat.counts
+        held = flat.starts - flat.dropped
+        host["context"][: len(rows)] = held + flat.counts
         np.cumsum(flat.counts[decodes:], out=host["starts"][1 : len(rows) - decodes + 1])
         owner, positions = _fill_selected(host, flat)
-        chunks = tuple(zip(counts[decodes:], start[decodes:]))
-        longest = max(start[:decodes], default=-1) + 1
+        chunks = tuple(zip(counts[decodes:], held[decodes:].tolist()))
+        longest = int(held[:decodes].max()) + 1 if decodes else 0
         return StepLayout(sequences, decodes, chunks, total, longest, owner, positions, errors)
 
     def _bad_tokens(self, sequences: Sequence[SequenceInput]) -> dict[int, str]:
@@ -104,14 +106,15 @@ class InputBuffers:
         if total > len(host["tokens"]) or len(flat.rows) > len(host["rows"]):
             raise RuntimeError(f"a step of {total} tokens and {len(flat.rows)} sequences exceeds {len(host['tokens'])} and {len(host['rows'])}")
         if total == len(flat.rows):  # decodes only
-            positions, rows = flat.starts, flat.rows
+            positions, rows, at = flat.starts, flat.rows, flat.starts - flat.dropped
         else:
             positions = np.arange(total) - np.repeat(flat.counts.cumsum() - flat.counts - flat.starts, flat.counts)
             rows = np.repeat(flat.rows, flat.counts)
-        blocks = tables.host[rows, positions // self._block_tokens]
+            at = positions - np.repeat(flat.dropped, flat.counts)
+        blocks = tables.host[rows, at // self._block_tokens]
         host["tokens"][:total] = tokens
         host["positions"][:total] = positions
-        host["slots"][:total] = blocks * np.int64(self._block_tokens) + positions % self._block_tokens
+        host["slots"][:total] = blocks * np.int64(self._block_tokens) + at % self._block_tokens
         return total
 
     def pad(self, layout: StepLayout, size: int) -> None:

@@ -135,7 +135,7 @@ class Loop:
         self._observer = observer
         self._on_tokens = on_tokens
         self._watchers: list[Callable[[int, float, str], None]] = []
-        self._decodes = Decodes(scheduler.pool, ahead=scheduler.flight.limit > 1)
+        self._decodes = Decodes(scheduler.pool, ahead=scheduler.flight.limit > 1, retains=scheduler.policies.retention is not None)
         self._flights: deque[_Flight] = deque()
         self._released: list[int] = []
         self._left: list[Left] = []
@@ -315,7 +315,7 @@ class Loop:
         self._events_before_commits.append(self._events)
         gaps_s = self._take_tokens(flight, output, end_s)
         finished = self._finished(flight, output)
-        self.scheduler.commit(flight.plan, StepResult(end_s, finished))
+        self.scheduler.commit(flight.plan, _result(flight.plan, output, end_s, finished))
         if self._observer is not None:
             self._observer.stepped(
                 Step(
@@ -388,3 +388,11 @@ class Loop:
         left, self._left = self._left, []
         if self._on_tokens is not None:
             self._on_tokens(end_s, tokens, left)
+
+
+def _result(plan: BatchPlan, output: StepOutput, end_s: float, finished: list[tuple[Sequence, str]]) -> StepResult:
+    """What the scheduler is told: where decodes are walked one by one, that each got its token and how its attention was spread."""
+    if not plan.speculating:
+        return StepResult(end_s, finished)
+    entropy = {seq: output.entropy.get(seq.request_id, 1.0) for seq in plan.speculating} if output.entropy else None
+    return StepResult(end_s, finished, dict.fromkeys(plan.speculating, 1), entropy)

@@ -59,6 +59,7 @@ class InFlight(NamedTuple):
     errors: dict[int, str]
     marks: tuple[float, float, float, float]  # host clock: begin, prepared, launched, sampled
     events: tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event] | None  # begin, end of the computation, tokens on the host
+    entropy: dict[int, float]  # of each request's last row, where attention is traced
 
 
 #: The layout that stands for padding alone.
@@ -132,7 +133,8 @@ class Runner:
             events[1].record()
             tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
             events[2].record()
-        return InFlight(layout, path, tokens, layout.errors | errors, (begin, prepared, launched, time.perf_counter()), events)
+        entropy = {} if self._trace is None else self._trace.take_spread()
+        return InFlight(layout, path, tokens, layout.errors | errors, (begin, prepared, launched, time.perf_counter()), events, entropy)
 
     def collect(self, step: InFlight) -> StepOutput:
         """Wait for the step's tokens and return them."""
@@ -159,7 +161,7 @@ class Runner:
             post_s=time.perf_counter() - arrived,
             device_s=on_device,
         )
-        return StepOutput(tokens, step.path, times, errors)
+        return StepOutput(tokens, step.path, times, errors, step.entropy)
 
     def warm_up(self) -> None:
         """Capture all graphs now rather than at first use."""

@@ -17,7 +17,8 @@ LAST_SAMPLED = -1
 class SequenceInput(NamedTuple):
     """One sequence's part of a step. A NamedTuple because hundreds are made each step.
 
-    ``tokens`` are processed now, at positions ``start``, ``start + 1``...; ``start`` tokens are in the cache already. ``block_table`` lists the
+    ``tokens`` are processed now, at positions ``start``, ``start + 1``...; ``start`` tokens are in the cache already, less the ``dropped`` ones
+    (whole blocks, which its table lists no more; keys are rotated by their positions, so those that are left need not know). ``block_table`` lists the
     sequence's blocks in order and covers the new tokens. ``sampled_rows`` counts the last positions whose next token is sampled: 0 for a
     chunk that does not complete the prompt, 1 normally, k + 1 to verify k drafted tokens.
     """
@@ -28,6 +29,7 @@ class SequenceInput(NamedTuple):
     block_table: list[int]
     sampled_rows: int = 1
     sampling: SamplingParams = GREEDY
+    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +68,4 @@ class StepOutput:
     path: StepPath
     times: StepTimes
     errors: dict[int, str] = field(default_factory=dict)
+    entropy: dict[int, float] = field(default_factory=dict)  # of the attention of each request's last row, over its maximum; only with a trace

@@ -52,8 +52,9 @@ class Stream:
 class Decodes:
     """The streams that decode, as parallel lists: a step's entries are then made at the speed of C, and a change costs what changes."""
 
-    def __init__(self, pool: KVPool, *, ahead: bool) -> None:
-        """``ahead``: steps are launched before the tokens of the step before are known."""
+    def __init__(self, pool: KVPool, *, ahead: bool, retains: bool = False) -> None:
+        """``ahead``: steps are launched before the tokens of the step before are known. ``retains``: sequences may give pages back."""
+        self._retains = retains
         self.ids: list[int] = []
         self.streams: list[Stream] = []
         self._pool = pool
@@ -108,7 +109,8 @@ class Decodes:
         for at in [at for at, start in enumerate(starts) if not start % width]:
             self._pool.name_blocks(self.streams[at].seq, starts[at] + 1)
         last = repeat((LAST_SAMPLED,)) if self._ahead else zip([tokens[-1] for tokens in self._tokens])
-        rows = zip(self.ids, last, starts, self._tables, repeat(1), self._sampling)
+        dropped = [stream.seq.dropped * width for stream in self.streams] if self._retains else repeat(0)
+        rows = zip(self.ids, last, starts, self._tables, repeat(1), self._sampling, dropped)
         return list(map(tuple.__new__, repeat(SequenceInput), rows))
 
 
@@ -118,8 +120,10 @@ def chunk_entries(plan: BatchPlan, streams: dict[int, Stream], pool: KVPool) -> 
     entries = []
     for seq, (new, before) in zip(plan.prefills, plan.chunks):
         stream = streams[seq.request_id]
-        table = pool.name_blocks(seq, before + new)
+        dropped = seq.dropped * pool.block_tokens
+        start = before + dropped
+        table = pool.name_blocks(seq, start + new)
         entries.append(
-            SequenceInput(seq.request_id, stream.tokens[before : before + new], before, table, int(id(seq) in completing), stream.sampling)
+            SequenceInput(seq.request_id, stream.tokens[start : start + new], start, table, int(id(seq) in completing), stream.sampling, dropped)
         )
     return entries

@@ -210,7 +210,8 @@ class _Replay:
                 seq.keys = None  # as the engine does: nothing that it computed may be shared
             capped = self._recorded.output_tokens[request_id] >= seq.request.max_output_tokens
             finished.append((seq, "error" if status == "error" else "length" if capped else "stop"))
-        self.scheduler.commit(plan, StepResult(row.commit_s, finished))
+        tokens = dict.fromkeys(plan.speculating, 1) if plan.speculating else None  # walked decodes, without drafts
+        self.scheduler.commit(plan, StepResult(row.commit_s, finished, tokens))
         self._committed += 1
 
 

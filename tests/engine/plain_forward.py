@@ -79,14 +79,15 @@ def _experts(x, w, i, shape: Architecture):
     return torch.stack(rows)
 
 
-def logits(w: dict[str, torch.Tensor], shape: Architecture, tokens: list[int]) -> torch.Tensor:
-    """Return the logits of every position of one sequence, float64 [L, vocab]."""
+def logits(w: dict[str, torch.Tensor], shape: Architecture, tokens: list[int], kept: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the logits of every position of one sequence, float64 [L, vocab]; ``kept`` [L, L] says what each position may look at."""
     x = w["embed"][tokens]
     length, dim, group = len(tokens), shape.head_dim, shape.heads // shape.kv_heads
     age = torch.arange(length)[:, None] - torch.arange(length)[None]
     for i in range(shape.layers):
         window = shape.window_of(i)
         hidden = (age < 0) | (age >= (window or length))
+        hidden = hidden if kept is None else hidden | ~kept
         h = _norm(x, w[f"{i}.an"], shape.norm_eps)
         q, k, v = (h @ w[f"{i}.{n}"].T + w.get(f"{i}.{n}b", 0.0) for n in "qkv")
         q, k, v = (t.view(length, -1, dim).transpose(0, 1) for t in (q, k, v))
