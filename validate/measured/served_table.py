@@ -48,12 +48,18 @@ def rows(path: Path, *, fit: bool, jobs: int, progress: Progress | None = None, 
 
 def fit_groups(groups: Mapping[str, Sequence[Served]], *, jobs: int, progress: Progress | None = None) -> dict[str, Setup]:
     """Return the setup of each group that brings its rows' median errors of TTFT and TPOT down most, host time included."""
-    few = {group: members[:SETUP_ROWS] for group, members in groups.items()}
+    few = {group: _evenly(members, SETUP_ROWS) for group, members in groups.items()}
     answers = simulate_all([(server, setup) for members in few.values() for server in members for setup in SETUPS], jobs=jobs, progress=progress)
     setups = {group: min(SETUPS, key=lambda setup: _loss(_ratios(members, setup, answers))) for group, members in few.items()}
     ends = {group: [with_host(setup, host_s) for host_s in HOST_STEPS_S] for group, setup in setups.items()}
     answers = simulate_all([(server, end) for group, members in groups.items() for server in members for end in ends[group]], jobs=jobs, progress=progress)
     return {group: with_host(setups[group], _host_s(members, ends[group], answers)) for group, members in groups.items()}
+
+
+def _evenly(members: Sequence[Served], count: int) -> list[Served]:
+    """At most ``count`` members, spread over the table's order, which goes by lengths."""
+    taken = min(count, len(members))
+    return [members[i * len(members) // taken] for i in range(taken)]
 
 
 def with_host(setup: Setup, host_s: float) -> Setup:
@@ -94,7 +100,7 @@ def _sampled(table: list[Served], sample: int | None) -> list[Served]:
     groups: dict[str, list[Served]] = {}
     for server in table:
         groups.setdefault(server.group, []).append(server)
-    return [members[i] for members in groups.values() for i in range(0, len(members), max(1, len(members) // sample))][: sample * len(groups)]
+    return [server for members in groups.values() for server in _evenly(members, sample)]
 
 
 def _errors(path: Path, server: Served, setup: Setup, answers: Answers, fitted_on: str) -> list[Row]:
