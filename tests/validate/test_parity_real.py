@@ -129,8 +129,10 @@ def test_a_run_that_differs_is_exit_1(capsys, tiny, tmp_path):
     ("arguments", "message"),
     [
         (["--set", "cluster.replicas=2"], "one engine is one replica"),
-        (["--set", "cluster.tensor_parallel=2"], "the engine runs on one GPU"),
-        (["--set", "kv_cache.tiers=[{name: host, gib: 1.0}]"], "kv_cache.tiers: the engine does not do this"),
+        (["--set", "cluster.tensor_parallel=2", "--set", "policy.sharding=layer"], "the engine runs on one GPU"),
+        (["--set", "cluster.tensor_parallel=8"], "does not divide"),
+        (["--set", "kv_cache.tiers=[{name: host, gib: 0.0000001}]"], "hold no page"),
+        (["--set", "weights={streaming: {resident: 0.5}}"], "the engine does not do this"),
         (["--set", "adapters={slots: 2}"], "without adapters"),
         (["--clock", "reel"], "did you mean 'real'"),
         (["--dtype", "fp61"], "did you mean 'fp16'"),
