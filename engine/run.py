@@ -51,7 +51,8 @@ def check_servable(scenario: Scenario) -> None:
     if scenario.cluster.replicas != 1:
         raise InputError("cluster.replicas", f"one engine is one replica, not {scenario.cluster.replicas}", "set it to 1")
     for where, asked in (("cluster.pools", scenario.cluster.pools), ("speculation", scenario.speculation), ("faults", scenario.faults),
-                         ("weights", scenario.weights)):  # fmt: skip
+                         ("weights", scenario.weights), ("rollout", scenario.rollout), ("cluster.autoscaling", scenario.cluster.autoscaling),
+                         ("workload.retry", scenario.workload.retry)):  # fmt: skip
         if asked:
             raise InputError(where, "the engine does not do this; the simulator does", "leave it out")
 

@@ -11,6 +11,8 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +27,7 @@ from serving.request import Request
 from serving.scenario import Scenario, from_mapping
 from serving.scheduler import BrokenPolicyError, Scheduler
 from serving.sequence import Sequence
-from serving.workload import conversations, follows_answers, open_arrivals
+from serving.workload import Session, conversations, follows_answers, open_arrivals
 
 SUBMIT, ABORT, REFUSE = "submitted", "aborted", "rejected"
 CHECKED = ("step", "chunks", "preempted", "decode_seqs", "decode_context_tokens", "kv_blocks_used")
@@ -74,6 +76,7 @@ class Recorded:
     requests: dict[int, Request]
     status: dict[int, str]
     output_tokens: dict[int, int]
+    follows_answers: bool = False  # requests may come in answer to what finishes
     later: list[Event] = field(default_factory=list)  # refusals after the last plan
 
 
@@ -132,7 +135,7 @@ class _Replay:
         while self._flights or self.next_row < len(rows):
             if self._flights:
                 now_s = self._flights[0][1].commit_s
-                self._tell(now_s, self._before[self._committed])
+                self._tell(self._before_tie_s(now_s), self._before[self._committed])
                 self._commit()
                 self._tell(now_s)
             else:
@@ -141,6 +144,10 @@ class _Replay:
                 self._tell(now_s)
             ask_s = self._fill(now_s)
         self.scheduler.check()
+
+    def _before_tie_s(self, commit_s: float) -> float:
+        """Up to when things come before a commit where their number is not on record: whoever waits for an answer comes after it."""
+        return math.nextafter(commit_s, -math.inf) if self._recorded.follows_answers else commit_s
 
     def _tell(self, until_s: float, count: float = math.inf) -> None:
         """Tell the scheduler what happened until then; with ``count``, that many events in all instead."""
@@ -241,20 +248,22 @@ def read(run: Run) -> Recorded:
     table = run.requests
     ids = table["request_id"].tolist()
     columns = {name: dict(zip(ids, table[name].tolist())) for name in ("arrival_s", "finish_s", "status", "output_tokens")}
-    refused = deque(sorted(Event(columns["arrival_s"][one], REFUSE, one) for one in ids if columns["status"][one] == "rejected"))
-    rows = list(_rows(run, columns, refused))
-    known = {event.request_id for row in rows for event in row.events} | {event.request_id for event in refused}
-    requests = _requests(scenario, known, columns["arrival_s"], run)
-    return Recorded(scenario, rows, requests, columns["status"], columns["output_tokens"], list(refused))
+    refused_ids = [one for one in ids if columns["status"][one] == "rejected"]
+    wanted = {int(one) for submitted in run.plans["submitted"] for one in submitted} | set(refused_ids)
+    requests, told_s = _requests(scenario, wanted, columns, run)
+    refused = deque(sorted(Event(columns["finish_s"][one], REFUSE, one) for one in refused_ids))
+    rows = list(_rows(run, told_s, columns["finish_s"], refused))
+    follows = follows_answers(scenario.workload)
+    return Recorded(scenario, rows, requests, columns["status"], columns["output_tokens"], follows, list(refused))
 
 
-def _rows(run: Run, columns: dict[str, dict], refused: deque[Event]) -> Iterator[Row]:
+def _rows(run: Run, told_s: dict[int, float], finish_s: dict[int, float], refused: deque[Event]) -> Iterator[Row]:
     plans = run.plans
     steps = run.steps if run.has("steps") and len(run.steps) == len(plans) else None
     engine = run.engine_steps["events_before_commits"].tolist() if run.has("engine_steps") else None
     for at, plan in enumerate(plans.itertuples(index=False)):
-        submitted = [Event(columns["arrival_s"][one], SUBMIT, one) for one in map(int, plan.submitted)]
-        aborted = [Event(columns["finish_s"][one], ABORT, one) for one in map(int, plan.aborted)]
+        submitted = [Event(told_s[one], SUBMIT, one) for one in map(int, plan.submitted)]
+        aborted = [Event(finish_s[one], ABORT, one) for one in map(int, plan.aborted)]
         counted = {name: int(steps[name].iat[at]) for name in CHECKED[3:]} if steps is not None else dict.fromkeys(CHECKED[3:])
         decided = {
             "step": int(plan.step),
@@ -266,7 +275,8 @@ def _rows(run: Run, columns: dict[str, dict], refused: deque[Event]) -> Iterator
         seen = []
         while refused and refused[0].time_s <= plan.schedule_s:
             seen.append(refused.popleft())
-        yield Row(plan.schedule_s, plan.commit_s, _merged(_merged(submitted, seen), aborted), before, [int(one) for one in plan.finished], decided)
+        events = _merged(_merged(submitted, seen), aborted)
+        yield Row(plan.schedule_s, plan.commit_s, events, before, [int(one) for one in plan.finished], decided)
 
 
 def _merged(submitted: list[Event], others: list[Event]) -> list[Event]:
@@ -279,24 +289,38 @@ def _merged(submitted: list[Event], others: list[Event]) -> list[Event]:
     return merged + list(waiting)
 
 
-def _requests(scenario: Scenario, wanted: set[int], arrival_s: dict[int, float], run: Run) -> dict[int, Request]:
-    """Make the workload's requests again, each with the arrival that was recorded."""
+def _requests(scenario: Scenario, wanted: set[int], columns: dict[str, dict], run: Run) -> tuple[dict[int, Request], dict[int, float]]:
+    """Make the workload's requests again, each with the arrival that was recorded, and say when each was submitted."""
     arguments: dict[str, Any] = {
         "seed": scenario.seed, "block_tokens": scenario.kv_cache.block_tokens, "max_model_len": scenario.max_model_len,
         "prefix_caching": scenario.kv_cache.prefix_caching, "slo": scenario.slo,
     }  # fmt: skip
     if follows_answers(scenario.workload):
-        made = (turn.arrival for session in conversations(scenario.workload, **arguments) for turn in session.turns)
+        made = chain.from_iterable(map(partial(_turns, columns), conversations(scenario.workload, **arguments)))
     else:
-        made = open_arrivals(scenario.workload, **arguments)
+        made = ((arrival.request, None) for arrival in open_arrivals(scenario.workload, **arguments))
     requests: dict[int, Request] = {}
+    told_s: dict[int, float] = {}
     missing = set(wanted)
-    for request, _ in made:
-        if request.request_id in missing:
-            missing.remove(request.request_id)
-            requests[request.request_id] = request._replace(arrival_s=arrival_s[request.request_id])
+    for request, submitted_s in made if wanted else ():
+        one = request.request_id
+        if one in missing:
+            missing.remove(one)
+            arrival_s = columns["arrival_s"].get(one, request.arrival_s)  # what never left an interrupted run has no row
+            requests[one] = request._replace(arrival_s=arrival_s)
+            told_s[one] = arrival_s if submitted_s is None else submitted_s
         if not missing:
-            return requests
+            break
     if missing:
         raise InputError(str(run.path), f"request {min(missing)} is not in the scenario's workload", "only a replayed scenario can be checked")
-    return requests
+    return requests, told_s
+
+
+def _turns(columns: dict[str, dict], session: Session) -> Iterator[tuple[Request, float | None]]:
+    """The requests of a session; those whose arrival counts from its start were submitted after the answer before them all the same."""
+    start_s = columns["arrival_s"].get(session.turns[0].arrival.request.request_id, session.start_s)
+    answered_s = start_s
+    for turn in session.turns:
+        request = turn.arrival.request
+        yield request, max(answered_s + turn.gap_s, start_s + turn.not_before_s) if turn.from_start else None
+        answered_s = columns["finish_s"].get(request.request_id, answered_s)

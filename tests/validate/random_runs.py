@@ -20,6 +20,9 @@ OPTIONS = {
     ("window", "qos_adaptive"): lambda rng: {"start": 4, "largest": 16, "period": 10, "slo_s": [0.05, 0.1, 0.5]},
     ("window", "rtt_adaptive"): lambda rng: {"shortest_s": 0.01, "longest_s": 0.1, "samples": 8},
     ("admission", "fits"): lambda rng: {"max_queue": int(rng.integers(3, 40))},
+    ("admission", "adaptive_burst"): lambda rng: {
+        "tokens_per_s": float(rng.uniform(500, 5000)), "min_burst_tokens": 60.0, "max_burst_tokens": 500.0, "step_tokens": 50.0, "period": 4,
+    },
     ("admission", "burn_rate"): lambda rng: {"budget": 0.05, "burn": float(rng.uniform(1, 8)), "window_s": 0.5, "open_s": 0.1, "least": 3},
     ("admission", "token_bucket"): lambda rng: {"tokens_per_s": float(rng.uniform(500, 5000)), "burst_tokens": float(rng.uniform(60, 400))},
 }

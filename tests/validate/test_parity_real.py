@@ -134,6 +134,7 @@ def test_a_run_that_differs_is_exit_1(capsys, tiny, tmp_path):
         (["--set", "kv_cache.tiers=[{name: host, gib: 0.0000001}]"], "hold no page"),
         (["--set", "weights={streaming: {resident: 0.5}}"], "the engine does not do this"),
         (["--set", "adapters={slots: 2}"], "without adapters"),
+        (["--set", "workload.retry={}"], "workload.retry: the engine does not do this"),
         (["--clock", "reel"], "did you mean 'real'"),
         (["--dtype", "fp61"], "did you mean 'fp16'"),
         (["--set", "kv_cache.blocks=900000000"], "does not fit"),
