@@ -16,7 +16,7 @@ BROKEN = Path(__file__).with_name("regress_policies.py")
 KINDS = ("ordering", "batching", "window", "preemption", "admission")  # routing has a case of its own: storm-fleet
 OPTIONS = {
     "token_bucket": {"tokens_per_s": 4000.0, "burst_tokens": 2000.0},
-    "adaptive_burst": {"tokens_per_s": 4000.0, "burst_tokens": 2000.0},
+    "adaptive_burst": {"tokens_per_s": 4000.0, "min_burst_tokens": 2000.0, "max_burst_tokens": 8000.0},
 }
 PLAIN = ("chunked_prefill", "none", "latest", "fits")  # what the cases have anyway: fcfs stands for all of them
 OURS = [(kind, name) for kind in KINDS for name in policies.names(kind) if name not in PLAIN and name != "always"]
