@@ -50,7 +50,10 @@ class Steps:
 
     def run_s(self, shape: Any, steps: int) -> list[float]:
         """Successive decode steps."""
-        return [each * self._scale() for each in self._latency.run_s(shape, steps)]
+        durations = self._latency.run_s(shape, steps)
+        if not self._jitter:
+            return [each * self._factor for each in durations]
+        return (np.asarray(durations) * self._factor * (1 + self._jitter * (2 * self._rng.random(steps) - 1))).tolist()
 
     def _scale(self) -> float:
         return self._factor * (1 + self._jitter * (2 * self._rng.random() - 1)) if self._jitter else self._factor
@@ -150,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     members = load_suite(options.suite).members
     targets = [each for each in options.targets.split(",") if each] or [member.name for member in members]
     began_s = time.monotonic()
-    print(f"suite {options.suite}, {options.pairs} pairs a scenario, {options.trials} trials, pools of {options.pool} replications")
+    print(f"suite {options.suite}, {options.pairs} pairs a scenario, {options.trials} trials, pools of {options.pool} replications", flush=True)
     missed = False
     with Workers(options.jobs, 600.0) as workers:
         base = {member.name: pool(workers, member, options.pool) for member in members}

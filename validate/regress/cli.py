@@ -45,6 +45,7 @@ def regress(
     if not 0 <= effect < 1 or not time_limit > 0:
         raise InputError("--effect, --time-limit", "need a fraction below 1 and a positive time")
     from serving.progress import ProgressBar
+    from sim.study.executors import default_jobs
     from validate.regress import choice, render
     from validate.regress.run import Settings, compare
     from validate.regress.suite import load_suite
@@ -53,7 +54,7 @@ def regress(
     with tempfile.TemporaryDirectory(prefix="twinserve-policies-") as checkout:
         sides = [[choice.parse(text, where, Path(checkout)) for text in texts] for where, texts in (("--baseline", baseline), ("--candidate", candidate))]
         choice.same_kinds(*sides)
-        settings = Settings(replications, jobs or os.cpu_count() or 1, effect=effect, limit_s=time_limit)
+        settings = Settings(replications, jobs or default_jobs(), effect=effect, limit_s=time_limit)
         with ProgressBar("comparing", "runs") as bar:
             report = compare(loaded, *sides, settings, bar if sys.stderr.isatty() else None)
         files = _write_traces(report, traces)

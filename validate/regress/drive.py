@@ -76,7 +76,8 @@ def drive(
     """
     parts = resolve_fleet(scenario)
     if wrap is not None:
-        parts = {role: replace(part, latency=wrap(part.latency)) for role, part in parts.items()}
+        wrapped = {role: (wrap(part.latency), tuple(wrap(each) for each in part.latencies)) for role, part in parts.items()}
+        parts = {role: replace(part, latency=wrapped[role][0], latencies=wrapped[role][1]) for role, part in parts.items()}
     metrics = new_metrics(scenario, keep_rows=True)
     fleet = build_fleet(scenario, parts, metrics, stepwise=stepwise, audit=audit)
     attach_dynamics(fleet, scenario, parts, metrics)
