@@ -58,7 +58,7 @@ class Lane(NamedTuple):
 def planned(requests: int, rates: tuple[float, float, float]) -> list[Served]:
     """Calibrate at the first rate, in three sittings; hold out two at the second rate, between them, so that a drift of the machine meets both.
 
-    Then, at the third rate, a pool so small that it preempts, and an overload under two orderings.
+    Then a pool so small that it preempts and, at the third rate, an overload under two orderings.
     """
     some, half = f"workload.requests={requests}", f"workload.requests={max(1, requests // 2)}"
     calm, busy, over = (f"workload.arrivals.rate_rps={rate:g}" for rate in rates)
@@ -68,7 +68,7 @@ def planned(requests: int, rates: tuple[float, float, float]) -> list[Served]:
         Served(f"{CALIBRATION}-2", (half, calm, "seed=12")),
         Served("held-out-2", (some, busy, "seed=22")),
         Served(f"{CALIBRATION}-3", (half, calm, "seed=13")),
-        Served("tight-pool", (some, over, "seed=8", "kv_cache.blocks=18", "policy.batching.max_batch_tokens=512")),
+        Served("tight-pool", (some, busy, "seed=8", "kv_cache.blocks=22", "policy.batching.max_batch_tokens=512")),
         Served("overload-fcfs", (some, over, "seed=7")),
         Served("overload-shortest-first", (some, over, "seed=7", "policy.ordering.name=shortest_job", "policy.ordering.ageing_tokens_per_s=0")),
     ]
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--requests", type=int, default=150)
+    parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--rates", type=float, nargs=3, default=(1.0, 2.0, 6.0), help="calibration, hold-out, overload; requests per second")
     parser.add_argument("--serve", nargs="*", metavar="NAME", help="serve only these runs (none: just judge what earlier sittings served)")
     arguments = parser.parse_args()
