@@ -32,7 +32,7 @@ class HashOrder:
     """Decides by what differs from process to process."""
 
     def key(self, request, queue):
-        return (hash(str(request.prompt_tokens)), request.request_id)
+        return (round(request.arrival_s, 1), hash(str(request.prompt_tokens)), request.request_id)
 
 
 class Raises:
