@@ -83,7 +83,7 @@ def test_a_page_comes_back_bit_for_bit(narrow):
 
 
 def test_the_real_engine_swaps_and_its_run_has_decision_parity(tmp_path):
-    overrides = ["workload.requests=16", "kv_cache.blocks=22", "kv_cache.tiers=[{name: host, gib: 0.05, read_bytes_per_s: 1.0e+10}]", "cluster.gpu=data/epyc-one-thread.yaml"]
+    overrides = ["workload.requests=16", "workload.arrivals=all_at_once", "kv_cache.blocks=22", "kv_cache.tiers=[{name: host, gib: 0.05, read_bytes_per_s: 1.0e+10}]", "cluster.gpu=data/epyc-one-thread.yaml"]
     swapping = load("engine-tiny", overrides)
     engine = build_engine(swapping, Choices(device="cpu", attention="torch"))
     result = serve_scenario(swapping, engine, ReportedClock(), out=tmp_path / "run")
