@@ -184,15 +184,19 @@ class Scheduler:
             steps += 1
         return min(steps, limit)
 
-    def extend(self, plan: BatchPlan, more: int) -> None:
-        """Apply ``more`` further steps of a decode-only plan (``steps_possible`` allows them) as if each had been planned."""
-        width = self.pool.block_tokens
-        rounds, rest = divmod(more, width)
-        need = rounds * self.decoding
-        for offset in range(rest):
-            need += self.phases[(self.clock + offset) % width]
-        if need:
-            self.pool.take(need)
+    def extend(self, plan: BatchPlan, more: int, blocks: int | None = None) -> None:
+        """Apply ``more`` further steps of a decode-only plan (``steps_possible`` allows them) as if each had been planned.
+
+        ``blocks`` is what they take, where the caller has counted it already.
+        """
+        if blocks is None:
+            width = self.pool.block_tokens
+            rounds, rest = divmod(more, width)
+            blocks = rounds * self.decoding
+            for offset in range(rest):
+                blocks += self.phases[(self.clock + offset) % width]
+        if blocks:
+            self.pool.take(blocks)
         self.clock += more
         self.context += more * self.decoding
         self.steps += more

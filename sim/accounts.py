@@ -21,17 +21,18 @@ _STATUS = {"stop": COMPLETED, "length": COMPLETED, "kv_capacity": CAPACITY, "abo
 class PageAccount:
     """Integral over time of the pages in use, step by step, so that it is the same however steps are grouped into runs."""
 
-    __slots__ = ("block_seconds", "max_blocks", "steps", "used_blocks")
+    __slots__ = ("block_seconds", "first_blocks", "max_blocks", "steps", "used_blocks")
 
     def __init__(self) -> None:
         self.block_seconds = 0.0
         self.max_blocks = 0
+        self.first_blocks = 0  # in the first step of the run in flight
         self.used_blocks = 0  # in the first step of the run in flight that is not in the account yet
         self.steps = 0  # of that run that are in the account
 
     def begin(self, used_blocks: int) -> None:
         """A run starts; its first step has ``used_blocks`` in use."""
-        self.used_blocks = used_blocks
+        self.used_blocks = self.first_blocks = used_blocks
         self.steps = 0
         if used_blocks > self.max_blocks:
             self.max_blocks = used_blocks

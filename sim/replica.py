@@ -317,8 +317,7 @@ class Replica:
     def _price_steps(self, plan: BatchPlan, start_s: float, until_s: float) -> None:
         """Price the steps that the plan may stand for: up to a finish, a shortage of blocks, its validity, or the horizon."""
         limit = self.oracle.steps_to_next_finish(plan.clock - 1)
-        if limit > LOOK_AHEAD:
-            limit = LOOK_AHEAD
+        limit = min(limit, LOOK_AHEAD)
         if until_s < math.inf:
             limit = min(limit, int((until_s - start_s) / self._latest_duration_s) + 2)
         if limit > 1:
@@ -338,7 +337,7 @@ class Replica:
         plan, steps = self._plan, len(self._ends)
         self.pages.add(self.scheduler, plan, self._durations, steps - executing)
         if steps > plan.steps:
-            self.scheduler.extend(plan, steps - plan.steps)
+            self.scheduler.extend(plan, steps - plan.steps, self.pages.used_blocks - self.pages.first_blocks)
 
     def _commit(self) -> None:
         """Commit the run in flight."""
@@ -348,7 +347,8 @@ class Replica:
         self._apply()
         scheduler = self.scheduler
         end_s = ends[-1]
-        self._latest_duration_s = durations[-1]
+        if not plan.chunks:
+            self._latest_duration_s = durations[-1]
         gaps = self.gaps
         if plan.decodes:
             gaps.decoded(plan, scheduler.decoded_s, self._run_start_s, durations, ends)

@@ -129,7 +129,7 @@ MUTANTS = [
     (by_invariants, Oracle, "finished", "seq.entry_clock + rest", "seq.entry_clock + rest + 1"),
     (by_stepwise, PlanBuilder, "finish", "plan.valid_until_s = -1.0", "pass"),
     (by_stepwise, Scheduler, "steps_possible", "return limit  #", "return limit + 0 if limit < 3 else limit + width  #"),
-    (by_stepwise, Scheduler, "extend", "self.pool.take(need)", "self.pool.take(need - 1)"),
+    (by_stepwise, Scheduler, "extend", "self.pool.take(blocks)", "self.pool.take(blocks - 1)"),
     (by_stepwise, Oracle, "steps_to_next_finish", "due[0][0] - clock", "due[0][0] - clock + 1"),
     (by_stepwise, Replica, "_catch_up", "bisect_left(self._ends, now_s) + 1", "bisect_left(self._ends, now_s) + 2"),
     (by_stepwise, Replica, "_price_steps", "keep = bisect_left(ends, plan.valid_until_s) + 1", "keep = len(ends)"),
