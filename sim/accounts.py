@@ -50,12 +50,12 @@ class PageAccount:
         else:
             phases, width = scheduler.phases, scheduler.pool.block_tokens
             clock = plan.clock + step + 1 - plan.steps
-            for duration_s in durations[step:until]:
+            for duration_s in durations[step : min(until, last)]:
                 total += used * duration_s
-                if step < last:
-                    used += phases[clock % width]
-                    clock += 1
-                step += 1
+                used += phases[clock % width]
+                clock += 1
+            if until > last:
+                total += used * durations[last]
             if used > self.max_blocks:
                 self.max_blocks = used
         self.steps = until
