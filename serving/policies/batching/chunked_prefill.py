@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -27,8 +28,8 @@ class ChunkedPrefill:
         self.head_of_line = head_of_line
         self.max_bypasses = max_bypasses
 
-    def plan(self, batch: PlanBuilder) -> None:
-        """Fill one step."""
+    def plan(self, batch: PlanBuilder, *, admit: Callable[[PlanBuilder], None] | None = None, prefill_tokens: int | None = None) -> None:
+        """Fill one step. Policies built on this one bring their own ``admit``, or bound the prompt tokens beside decodes."""
         urgent, change_s = 0, inf
         if batch.evicts and batch.waiting:
             urgent, change_s = evict_for_urgent(batch)
@@ -36,6 +37,8 @@ class ChunkedPrefill:
         if batch.decodes and batch.continue_decodes():
             short = True
             continue_decodes(batch)
+        if prefill_tokens is not None and batch.plan.decodes:
+            batch.limit_tokens(prefill_tokens)
         if urgent:
             admit_urgent(batch, urgent)
         if batch.partials and not continue_prefills(batch):
@@ -43,7 +46,10 @@ class ChunkedPrefill:
         if batch.waiting and not short:
             open_s = batch.window.open_s(batch)
             if open_s <= batch.now_s:
-                admit_waiting(batch, self.head_of_line, self.max_bypasses)
+                if admit is None:
+                    admit_waiting(batch, self.head_of_line, self.max_bypasses)
+                else:
+                    admit(batch)
             else:
                 change_s = min(change_s, open_s)
                 batch.ask_again(open_s)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import TYPE_CHECKING
 
 from serving.builder import ADMITTED, ENDED_AT_WALL
 from serving.errors import InputError
-from serving.policies.moves import admit_urgent, continue_decodes, continue_prefills, evict_for_urgent
+from serving.policies.batching.chunked_prefill import ChunkedPrefill
 
 if TYPE_CHECKING:
     from serving.builder import PlanBuilder
@@ -28,28 +27,11 @@ class PrefixSharing:
             raise InputError("look_ahead", f"look_ahead must be at least 1 and max_bypasses not negative, got {look_ahead} and {max_bypasses}")
         self.look_ahead = look_ahead
         self.max_bypasses = max_bypasses
+        self._mixed = ChunkedPrefill()
 
     def plan(self, batch: PlanBuilder) -> None:
         """Fill one step: decodes, prefills in progress, then admissions."""
-        urgent, change_s = 0, inf
-        if batch.evicts and batch.waiting:
-            urgent, change_s = evict_for_urgent(batch)
-        short = False
-        if batch.decodes and batch.continue_decodes():
-            short = True
-            continue_decodes(batch)
-        if urgent:
-            admit_urgent(batch, urgent)
-        if batch.partials and not continue_prefills(batch):
-            short = True
-        if batch.waiting and not short:
-            open_s = batch.window.open_s(batch)
-            if open_s <= batch.now_s:
-                self._admit(batch)
-            else:
-                change_s = min(change_s, open_s)
-                batch.ask_again(open_s)
-        batch.valid_until(change_s)
+        self._mixed.plan(batch, admit=self._admit)
 
     def _admit(self, batch: PlanBuilder) -> None:
         while batch.waiting and batch.tokens_left > 0 and batch.seats_left > 0:
