@@ -4,7 +4,8 @@
 
 A prompt's pages stay on the prefill replica until they are copied. When the chosen decode replica has no pages free the
 request waits for it, first come first served, and keeps holding its pages on the prefill side: back-pressure that reaches
-the router once the prefill pool is full. What the decode replica's prefix cache holds already is not sent.
+the router once the prefill pool is full. What the decode replica's prefix cache holds already is not sent. The client has
+the first token when it is computed, or, where the decode side sends all answers, when the pages have landed there.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ class Disaggregated:
     """Two clusters and the network between them, with the interface of one ``Cluster``.
 
     ``gpus_of(replica)`` names the GPUs of a replica by tensor-parallel rank; ``kv_bytes_per_token`` is of all ranks together.
+    ``decode_answers``: the decode side sends the first token too.
     """
 
     def __init__(
-        self, prefill: Cluster, decode: Cluster, network: Network, gpus_of: Callable[[Replica], list[str]], kv_bytes_per_token: float
-    ) -> None:
+        self, prefill: Cluster, decode: Cluster, network: Network, gpus_of: Callable[[Replica], list[str]], kv_bytes_per_token: float,
+        *, decode_answers: bool = False,
+    ) -> None:  # fmt: skip
         self.env: Environment = prefill.env
         self.prefill = prefill
         self.decode = decode
@@ -57,6 +60,7 @@ class Disaggregated:
         self.waited_s = 0.0  # for pages on the decode side
         self._gpus_of = gpus_of
         self._kv_bytes_per_token = kv_bytes_per_token
+        self._decode_answers = decode_answers
         self._output_tokens: dict[int, int] = {}
         self._waiting: list[deque[HandOver]] = [deque() for _ in decode.replicas]
         self._crossing: dict[int, HandOver] = {}  # by request, in the order in which their copies began
@@ -214,6 +218,8 @@ class Disaggregated:
         now_s = self.env.now
         del self._crossing[hand_over.parked.request_id]
         self.transfer_s += now_s - hand_over.started_s
+        if self._decode_answers:
+            hand_over.landing.first_token_s = hand_over.landing.token_s = now_s
         hand_over.prefill.release_parked(hand_over.parked, now_s)
         self.prefill.arm(hand_over.prefill)
         hand_over.decode.land(hand_over.landing, hand_over.output_tokens, now_s)

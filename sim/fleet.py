@@ -136,7 +136,8 @@ def build_fleet(
     decode = build_cluster(parts["decode"], metrics, env=prefill.env, first_label=len(prefill.replicas), **options)
     gpus = [*parts["prefill"].placed, *parts["decode"].placed]
     per_token = max(part.capacity.kv_bytes_per_token * part.layout.gpus for part in parts.values())
-    return Disaggregated(prefill, decode, Network(parts["prefill"].graph, prefill.env), lambda replica: gpus[replica.label], per_token)
+    network, answers = Network(parts["prefill"].graph, prefill.env), scenario.cluster.first_token == "decode"
+    return Disaggregated(prefill, decode, network, lambda replica: gpus[replica.label], per_token, decode_answers=answers)
 
 
 def _build_split(scenario: Scenario, parts: Parts, metrics: Metrics, options: dict[str, Any]) -> Split:

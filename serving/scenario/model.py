@@ -70,6 +70,9 @@ class Cluster(BaseModel):
     ingress: Annotated[Ingress | None, Field(description="prompts cross the topology's links to their replica")] = None
     weight_dtype: Annotated[WeightDtype, Field(description="auto: as the catalogue says")] = "auto"
     pools: Annotated[tuple[Pool, ...], Field(description="one of each role, instead of replicas")] = ()
+    first_token: Annotated[
+        Literal["prefill", "decode"], Field(description="the pool that sends it to the client: at once, or when the KV pages are on the other side")
+    ] = "prefill"
     topology: Annotated[CatalogueName | None, Field(description="a catalogue name (twinserve list topologies) or a path")] = None
     autoscaling: Autoscaling | None = None
     nodes: Annotated[int | None, Field(strict=True, ge=1, le=100_000, description="copies of the topology's node; null: as it says")] = None
@@ -92,6 +95,8 @@ class Cluster(BaseModel):
         if scaling is not None and not scaling.minimum <= self.replicas <= scaling.maximum:
             raise PydanticCustomError("range", "replicas must lie between autoscaling.minimum and autoscaling.maximum")
         if not self.pools:
+            if self.first_token != "prefill":
+                raise PydanticCustomError("form", "first_token needs the key 'pools'")
             return self
         if scaling is not None:
             raise PydanticCustomError("form", "pools cannot be autoscaled")

@@ -6,6 +6,7 @@ import pytest
 
 from serving.clients import start_clients
 from serving.errors import InputError
+from serving.plan import StepShape
 from serving.scenario import load
 from sim.fleet import build_fleet, new_metrics, resolve_fleet
 from sim.run import simulate
@@ -66,10 +67,26 @@ def test_the_gap_before_the_second_token_holds_the_transfer():
     flow = network.start("gpu0", "gpu2", 4096 * parts["decode"].capacity.kv_bytes_per_token)
     while flow.state != "done":
         network.advance(network.next_completion_s())
-    from serving.plan import StepShape
-
     step_s = parts["decode"].latency.step_s(StepShape((), 1, 4097, 1))
     assert summary["itl_s"]["max"] == pytest.approx(flow.finish_s + step_s, rel=1e-9)
+
+
+def test_where_the_decode_side_answers_the_first_token_waits_for_its_pages_and_nothing_else_changes():
+    tight = ["kv_cache.blocks=700", "max_model_len=8192", "workload.prompt_tokens={dist: uniform, min: 500, max: 4000}"]
+    cluster, metrics, _ = fleet(*tight)
+    other, others, _ = fleet(*tight, "cluster.first_token=decode")
+    early, late = metrics.columns(), others.columns()
+    assert (early["finish_s"] == late["finish_s"]).all()
+    delay_s = late["first_token_s"] - early["first_token_s"]
+    assert (delay_s[early["output_tokens"] > 1] > 0).all() and not delay_s[early["output_tokens"] == 1].any()
+    assert delay_s.sum() == pytest.approx(other.waited_s + other.transfer_s, rel=1e-9) and other.waited_s == cluster.waited_s > 0
+
+
+def test_the_gap_after_a_first_token_from_the_decode_side_is_a_step():
+    lone = ["workload.requests=1", "workload.prompt_tokens=4096", "workload.output_tokens=2", "cluster.first_token=decode"]
+    scenario = load("pd-8xh200", lone)
+    step_s = resolve_fleet(scenario)["decode"].latency.step_s(StepShape((), 1, 4097, 1))
+    assert simulate(scenario).summary["itl_s"]["max"] == pytest.approx(step_s, rel=1e-9)
 
 
 def test_a_decode_pool_without_pages_holds_prompts_back_and_loses_nothing():
@@ -101,6 +118,7 @@ def test_the_same_seed_gives_the_same_run():
         ("cluster.pools=[{role: prefill, replicas: 2}]", "one entry with role prefill and one with role decode"),
         ("cluster.pools=[{role: prefill, replicas: 2}, {role: decode, replicas: 9}]", "need 9 GPUs; the topology has 8"),
         ("cluster.topology=null", "topology"),
+        ("cluster={gpu: h200-sxm, first_token: decode}", "first_token needs the key 'pools'"),
         ("policy.batching.max_in_flight=2", "max_in_flight"),
     ],
 )
