@@ -44,6 +44,9 @@ EFFECTS = {
         "alone": ("cluster.tenancy=null",)}),
     "A12": Effect("topology-routing", ("ingress.delivery_s.p99", "ingress.throughput_swing", "ttft_s.p99"), {
         "by topology": (), "random": ("policy.routing=random",), "by load": ("policy.routing=least_outstanding_tokens",)}),
+    "A13": Effect("edge-to-centre", (*LATENCY, "gpu_busy_fraction", "sites.network_s.mean"), {
+        "short prompts at the edge": (), "all at the centre": ("sites.routing=innermost",), "all at the edge": ("sites.routing=nearest",),
+        "spill-over": ("sites.routing={name: spill_over, max_waiting: 0.5}",)}),
     "A15": Effect("adapters", ("ttft_s.mean", "output_tokens_per_s"), {
         "eight slots": (), "a blocked head blocks": ("adapters.max_bypasses=0",)}),
     "B2": Effect("kv-offload", (*LATENCY, "prefix_cache_hit_rate"), {

@@ -1,7 +1,7 @@
 """The run directory: what a run, simulated or real, leaves behind, and what every later stage reads.
 
-``run.yaml`` (resolved scenario, seed, commit, device, versions), ``requests.parquet``, ``steps.parquet``, ``plans.parquet``,
-``engine_steps.parquet`` (a real engine's only) and ``summary.json``. The directory appears whole: it is filled under a temporary name beside its own and renamed at the end.
+``run.yaml`` (resolved scenario, seed, commit, device, versions), ``requests.parquet``, ``steps.parquet``, ``plans.parquet``, ``stages.parquet``
+(where requests pass stages or sites), ``engine_steps.parquet`` (a real engine's only) and ``summary.json``. The directory appears whole: it is filled under a temporary name beside its own and renamed at the end.
 Nothing in it depends on the wall clock, so equal input gives equal bytes (parquet also names the pyarrow that wrote it).
 """
 
@@ -26,7 +26,7 @@ from serving.version import commit, version
 if TYPE_CHECKING:
     import pandas as pd
 
-RUN_FILES = ("run.yaml", "requests.parquet", "steps.parquet", "plans.parquet", "engine_steps.parquet", "summary.json")
+RUN_FILES = ("run.yaml", "requests.parquet", "steps.parquet", "plans.parquet", "stages.parquet", "engine_steps.parquet", "summary.json")
 FLUSH_ROWS = 65536
 _INFO_KEYS = ("twinserve", "scenario", "seed", "commit", "device", "partial", "versions")
 
@@ -42,7 +42,12 @@ STEP_COLUMNS = {
 }  # fmt: skip
 PLAN_COLUMNS = {
     "step": "int64", "schedule_s": "float64", "commit_s": "float64", "submitted": "ids", "aborted": "ids", "chunks": "chunks",
-    "preempted": "ids", "swapped": "ids", "finished": "ids", "replica": "int32",
+    "preempted": "ids", "swapped": "ids", "finished": "ids", "replica": "int32", "accepted": "ids",
+}  # fmt: skip
+# What a request passed before a replica saw it, where a scenario has stages or sites: from ``entered_s`` it waited, from ``started_s`` it was
+# served; ``network`` is the way to the site that served it. ``outcome``: which cache answered, if one did.
+STAGE_COLUMNS = {
+    "request_id": "int64", "stage": "text", "site": "text", "entered_s": "float64", "started_s": "float64", "ended_s": "float64", "outcome": "text",
 }  # fmt: skip
 # What a real engine knows of each step besides: one row per row of steps.parquet. Host seconds split as in ``engine.step.StepTimes``
 # (``schedule_s``: from the tokens of the step before to this step's plan), device seconds, all as measured; ``measured_s`` is the whole
@@ -104,10 +109,10 @@ class TableLog:
 class RunWriter:
     """Fills a run directory and publishes it at the end; left without ``publish`` (an error), it leaves nothing.
 
-    Use it as a context manager. ``steps``, ``plans`` and ``engine_steps`` are ``TableLog``s, or None when not asked for.
+    Use it as a context manager. ``steps``, ``plans``, ``stages`` and ``engine_steps`` are ``TableLog``s, or None when not asked for.
     """
 
-    def __init__(self, out: Path | str, *, steps: bool = True, plans: bool = False, engine_steps: bool = False) -> None:
+    def __init__(self, out: Path | str, *, steps: bool = True, plans: bool = False, stages: bool = False, engine_steps: bool = False) -> None:
         """Reserve ``out``. Raises InputError when it can't be written or holds anything that isn't a run."""
         self.out = Path(out)
         refuse_unless_replaceable(self.out)
@@ -118,7 +123,8 @@ class RunWriter:
         self.steps = TableLog(self._folder / "steps.parquet", STEP_COLUMNS) if steps else None
         self.plans = TableLog(self._folder / "plans.parquet", PLAN_COLUMNS) if plans else None
         self.engine_steps = TableLog(self._folder / "engine_steps.parquet", ENGINE_STEP_COLUMNS) if engine_steps else None
-        self._logs = [log for log in (self.steps, self.plans, self.engine_steps) if log is not None]
+        self.stages = TableLog(self._folder / "stages.parquet", STAGE_COLUMNS) if stages else None
+        self._logs = [log for log in (self.steps, self.plans, self.engine_steps, self.stages) if log is not None]
         self._open = True
 
     def __enter__(self) -> RunWriter:
@@ -215,7 +221,7 @@ class Run:
         return bool(self.info["partial"])
 
     def has(self, table: str) -> bool:
-        """Return whether ``table`` (``requests``, ``steps``, ``plans`` or ``engine_steps``) was recorded."""
+        """Return whether ``table`` (``requests``, ``steps``, ``plans``, ``stages`` or ``engine_steps``) was recorded."""
         return (self.path / f"{table}.parquet").is_file()
 
     @cached_property
@@ -243,7 +249,13 @@ class Run:
     @cached_property
     def plans(self) -> pd.DataFrame:
         """One row per plan, with the decisions it held."""
-        return _read_table(self.path / "plans.parquet", PLAN_COLUMNS, "plans are recorded on request only")
+        needed = {name: kind for name, kind in PLAN_COLUMNS.items() if name != "accepted"}
+        return _read_table(self.path / "plans.parquet", needed, "plans are recorded on request only")
+
+    @cached_property
+    def stages(self) -> pd.DataFrame:
+        """One row per request and stage before the model, in order of entry."""
+        return _read_table(self.path / "stages.parquet", STAGE_COLUMNS, "the scenario has neither stages nor sites")
 
     @cached_property
     def engine_steps(self) -> pd.DataFrame:

@@ -161,6 +161,13 @@ def parse_topology(data: dict[str, Any], origin: str = "topology", nodes: int | 
     return topology
 
 
+def join_sites(links: list[tuple[int, int, float, float]], sites: int) -> Topology:
+    """The topology of ``sites`` places named site0, site1, ... joined by ``links``: (one end, other end, latency in s, bytes/s one way)."""
+    kinds = {f"link{i}": LinkType("network", "the scenario", latency_s, bytes_per_s) for i, (_, _, latency_s, bytes_per_s) in enumerate(links)}
+    wires = [Wire((f"site{a}", f"site{b}"), f"link{i}") for i, (a, b, _, _) in enumerate(links)]
+    return Topology("sites", "", kinds, {"all": Node({"site": Component("switch", sites)}, wires)}, {}, origin="sites")
+
+
 def component_names(parts: dict[str, Component]) -> list[str]:
     """Expanded names (``gpu0``, ``gpu1``, ...) in file order."""
     return [f"{stem}{i}" for stem, part in parts.items() for i in range(part.count)]

@@ -222,12 +222,16 @@ class Cluster:
         self._read(count * age_s)
 
     def _read(self, as_of_s: float) -> None:
+        self.look(as_of_s)
+        self.signals.read(self.replicas)
+
+    def look(self, as_of_s: float) -> None:
+        """Let every replica do what it would have done by then, for whoever looks at it directly."""
         for replica in self.replicas:
             if replica.next_s < as_of_s:
                 replica.advance(as_of_s)
                 if self._eager:
                     self.arm(replica)
-        self.signals.read(self.replicas)
 
     def abort(self, request_id: int, replica: int) -> bool:
         """Drop a request that was routed to ``replica``; False when it has left already."""

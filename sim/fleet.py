@@ -15,10 +15,13 @@ from serving.layout import Layout
 from serving.llm import Llm
 from serving.memory import KvCapacity, kv_capacity
 from serving.metrics import Metrics
+from serving.policies import load as load_policy
 from serving.policies.build import build_layout, build_routing, policies_of
 from serving.recording import Recording
+from serving.records import TableLog
 from serving.rng import stream
 from serving.scenario import Scenario
+from serving.scenario.sites import Site
 from serving.scheduler import Scheduler
 from serving.topology import load_topology
 from serving.workload.lengths import one_by_one, seconds
@@ -32,6 +35,7 @@ from sim.network import Network
 from sim.pricing import price
 from sim.replica import Replica
 from sim.rollout import Split
+from sim.sites import Entrances, Served, SiteFleet
 from sim.tenancy import Crowded, SharedGpus, burden
 from sim.topology import LinkGraph
 
@@ -71,7 +75,7 @@ def resolve(scenario: Scenario, on: tuple[LinkGraph, list[list[str]]] | None = N
     _check_tenancy(scenario)
     if scenario.max_model_len is not None and scenario.max_model_len > llm.max_model_len:
         raise InputError("max_model_len", f"{scenario.max_model_len} tokens exceed what {llm.name} was made for", f"{llm.max_model_len} at most")
-    if batching.name == "two_streams" and (scenario.latency.name != "roofline" or layout.stages > 1):
+    if batching.name == "two_streams" and (scenario.latency.name not in ("roofline", "recorded") or layout.stages > 1):
         raise InputError("policy.batching", "only the roofline without pipeline stages prices two streams on one GPU", "use chunked_prefill")
     capacity = kv_capacity(
         llm,
@@ -117,14 +121,27 @@ def pool_scenario(scenario: Scenario, role: str) -> Scenario:
     return scenario.model_copy(update={"cluster": cluster.model_copy(update=own), "policy": policy})
 
 
+def site_scenario(scenario: Scenario, site: Site) -> Scenario:
+    """The scenario of one site, as if it were a fleet of its own."""
+    cluster, batching = scenario.cluster, scenario.policy.batching
+    own = {"replicas": site.replicas, "gpu": site.gpu or cluster.gpu, "tensor_parallel": site.tensor_parallel or cluster.tensor_parallel}
+    limits = {key: getattr(site, key) for key in ("max_batch_tokens", "max_batch_seqs") if getattr(site, key) is not None}
+    policy = scenario.policy.model_copy(update={"batching": batching.model_copy(update=limits)})
+    lengths = {"llm": site.llm or scenario.llm, "max_model_len": site.max_model_len or scenario.max_model_len}
+    return scenario.model_copy(update={"cluster": cluster.model_copy(update=own), "policy": policy, "sites": None, **lengths})
+
+
 def build_fleet(
-    scenario: Scenario, parts: dict[str, Parts], metrics: Metrics, *, stepwise: bool = False, audit: float = 0.0, recording: Recording | None = None
-) -> Cluster | Disaggregated | Split:
+    scenario: Scenario, parts: dict[str, Parts], metrics: Metrics, *, stepwise: bool = False, audit: float = 0.0, recording: Recording | None = None,
+    stage_log: TableLog | None = None,
+) -> Cluster | Disaggregated | Split | SiteFleet:
     """Build the whole fleet of ``scenario`` on a new environment; ``parts`` are those of ``resolve_fleet``.
 
-    Raises InputError for a mistake in a policy, or for pools that the topology cannot hold or join.
-    """
+    ``stage_log`` takes the ways between sites. Raises InputError for a mistake in a policy, or for pools that the topology cannot hold or join.
+    """  # fmt: skip
     options = {"stepwise": stepwise, "audit": audit, "recording": recording}
+    if scenario.sites is not None:
+        return _build_sites(scenario, parts, metrics, options, stage_log)
     if not scenario.cluster.pools:
         if scenario.rollout is not None:
             return _build_split(scenario, parts["replicas"], metrics, options)
@@ -140,13 +157,41 @@ def build_fleet(
     return Disaggregated(prefill, decode, network, lambda replica: gpus[replica.label], per_token, decode_answers=answers)
 
 
+def _build_sites(
+    scenario: Scenario, parts: dict[str, Parts], metrics: Metrics, options: dict[str, Any], log: TableLog | None
+) -> SiteFleet:
+    """A cluster at every site with replicas, two where a release runs; replicas are numbered from site to site."""
+    spec, release = scenario.sites, scenario.rollout
+    touched = [] if release is None else [name for region in release.regions or [site.name for site in spec.places] for name in spec.within(region)]
+    env, label, served = Environment(), 0, {}
+    for place, site in enumerate(spec.places):
+        if not site.replicas:
+            continue
+        part = parts[site.name]
+        if site.name in touched and site.replicas < 2:
+            raise InputError(f"sites.places[{place}].replicas", "a release needs two replicas at every site that it touches", "see rollout.regions")
+        build = {**options, "env": env, "first_label": label}
+        if site.name in touched:
+            takes = _build_split(part.scenario, parts[site.name], metrics, build)
+            clusters = (takes.baseline, takes.candidate)
+        else:
+            takes = build_cluster(part, metrics, **build)
+            clusters = (takes,)
+        label += sum(len(cluster.replicas) for cluster in clusters)
+        facts = {"name": site.name, "tier": site.level, "llm": part.llm.name, "gpu": part.gpu.name, "replicas": site.replicas}
+        served[place] = Served(clusters, takes, part.max_model_len, facts)
+    policy = load_policy("site", spec.routing.name, spec.routing.options, where=spec.routing.where)
+    return SiteFleet(spec, served, env, policy, Entrances(spec, scenario.seed), log)
+
+
 def _build_split(scenario: Scenario, parts: Parts, metrics: Metrics, options: dict[str, Any]) -> Split:
     """The fleet twice, with what it runs and with the candidate of a release: ``Release`` says how many of each are in service."""
     wanted = scenario.rollout.candidate
     changed = {key: getattr(wanted.policy, key) for key in wanted.policy.model_fields_set}
     other = resolve(scenario.model_copy(update={"policy": scenario.policy.model_copy(update=changed)}))
     baseline = build_cluster(parts, metrics, **options)
-    candidate = build_cluster(other, metrics, env=baseline.env, first_label=len(baseline.replicas), **options)
+    first_label = options.get("first_label", 0) + len(baseline.replicas)
+    candidate = build_cluster(other, metrics, **{**options, "env": baseline.env, "first_label": first_label})
     for replica in candidate.replicas:
         replica.slow_down(wanted.step_time_factor, 0.0)
     return Split(baseline, candidate)
@@ -174,7 +219,12 @@ def _check_tenancy(scenario: Scenario) -> None:
 
 
 def resolve_fleet(scenario: Scenario) -> dict[str, Parts]:
-    """Resolve each pool by its role, or the one kind of replica as ``replicas``. Raises InputError naming the binding limit."""
+    """Resolve each pool by its role, each site by its name, or the one kind of replica as ``replicas``.
+
+    Raises InputError naming the binding limit.
+    """
+    if scenario.sites is not None:
+        return {site.name: resolve(site_scenario(scenario, site)) for site in scenario.sites.places if site.replicas}
     if not scenario.cluster.pools:
         return {"replicas": resolve(scenario)}
     if scenario.policy.batching.max_in_flight != 1:
@@ -210,6 +260,7 @@ def build_cluster(
     drafting = scenario.speculation is not None
     if drafting and policy.batching.max_in_flight > 1:
         raise InputError("policy.batching.max_in_flight", "with speculation the next step needs this one's tokens", "1 at most")
+    recorded = getattr(parts.latency, "drafts", None)  # the tokens that a measured run's drafts brought
     built = []
     for index in range(replicas or scenario.cluster.replicas):
         label = first_label + index
@@ -217,7 +268,8 @@ def build_cluster(
         built.append(
             Replica(
                 index, new_scheduler(parts), parts.latencies[index] if index < len(parts.latencies) else parts.latency, metrics, label=label, stepwise=stepwise, audit=auditor, audit_share=audit, recording=recording,
-                acceptance=scenario.speculation.acceptance if scenario.speculation else 0.0, draft_rng=drafting and stream(scenario.seed, f"drafts.{label}"),
+                acceptance=scenario.speculation.acceptance if drafting and recorded is None else 0.0,
+                draft_rng=drafting and (recorded or stream(scenario.seed, f"drafts.{label}")),
             )
         )  # fmt: skip
     if scenario.retention is not None and scenario.retention.entropy is not None:

@@ -40,7 +40,7 @@ class SimBackend:
 
     def __init__(self, scenario: Scenario, *, speed: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises InputError for a scenario whose fleet cannot be simulated, or not live."""
-        for where, wish in (("cluster.pools", scenario.cluster.pools), ("cluster.autoscaling", scenario.cluster.autoscaling), ("faults", scenario.faults), ("rollout", scenario.rollout)):
+        for where, wish in (("cluster.pools", scenario.cluster.pools), ("cluster.autoscaling", scenario.cluster.autoscaling), ("faults", scenario.faults), ("rollout", scenario.rollout), ("sites", scenario.sites), ("stages", scenario.stages)):
             if wish:
                 raise InputError(where, "cannot be served live: the fleet must be of one kind and stay as it is", "use `twinserve run`")
         self._scenario = scenario

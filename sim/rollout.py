@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from serving import sequence
 from serving.histogram import Histogram
 from serving.request import Request
 from serving.scenario.model import Scenario, Slo
 from serving.scenario.rollout import Rollout, Stage
-from serving.sequence import Sequence
 from sim.cluster import Cluster
 from sim.environment import FAULT
 from sim.outcomes import latencies
@@ -41,6 +41,11 @@ class Split:
     def replicas(self) -> list[Replica]:
         """All replicas, the baseline's first."""
         return [*self.baseline.replicas, *self.candidate.replicas]
+
+    @property
+    def provisioned(self) -> int:
+        """Replicas that are paid for: a release changes what they run, not how many there are."""
+        return len(self.baseline.replicas)
 
     @property
     def arrived(self) -> int:
@@ -116,10 +121,10 @@ class Tally:
 class Release:
     """Moves requests from the baseline to the candidate, stage by stage, and back if it must."""
 
-    def __init__(self, split: Split, spec: Rollout, slo: Slo, seed: int, reach: float = 1.0) -> None:
-        """``reach``: the share of all requests that the release may touch at all."""
-        self._split, self._spec, self._slo, self._seed, self._reach = split, spec, slo, seed, reach
-        self._env = split.env
+    def __init__(self, splits: Sequence[Split], spec: Rollout, slo: Slo, seed: int, reach: float = 1.0) -> None:
+        """``splits``: one for each site that it touches. ``reach``: the share of the requests there that the release may touch at all."""
+        self._splits, self._spec, self._slo, self._seed, self._reach = splits, spec, slo, seed, reach
+        self._env = splits[0].env
         self._share = 0.0
         self._stages: Iterator[Stage] = iter(spec.all_stages())
         self._stage: Stage | None = None
@@ -130,9 +135,10 @@ class Release:
         self._recent_misses = 0
         self._rows: list[dict[str, Any]] = []
         self.outcome, self.reason, self.ended_s = "unfinished", "", math.nan
-        split.chooses = self._chooses
-        for name, cluster in (("baseline", split.baseline), ("candidate", split.candidate)):
-            self._listen(name, cluster)
+        for split in splits:
+            split.chooses = self._chooses
+            self._listen("baseline", split.baseline)
+            self._listen("candidate", split.candidate)
         self._give(0.0)
         self._env.at(float(spec.warmup_s), lambda event: self._next(), FAULT)
 
@@ -147,7 +153,7 @@ class Release:
     # -- what comes back ------------------------------------------------------------------------------------------------
 
     def _listen(self, name: str, cluster: Cluster) -> None:
-        def left(seq: Sequence, now_s: float, status: str) -> None:
+        def left(seq: sequence.Sequence, now_s: float, status: str) -> None:
             if status not in ANSWERED:
                 self._failed(name, now_s)
                 return
@@ -219,13 +225,13 @@ class Release:
     def _give(self, share: float) -> None:
         """Let the candidate have ``share`` of the requests it may have, and the replicas that this takes."""
         self._share = share
-        baseline, candidate = self._split.baseline, self._split.candidate
-        replicas, part = len(baseline.replicas), share * self._reach
-        mine = round(part * replicas) if part in (0.0, 1.0) else max(1, min(round(part * replicas), replicas - 1))
-        others = replicas - mine if part in (0.0, 1.0) else max(1, replicas - mine)
-        for cluster, count in ((candidate, mine), (baseline, others)):
-            for replica in cluster.replicas:
-                cluster.set_online(replica.index, replica.index < count)
+        for split in self._splits:
+            replicas, part = len(split.baseline.replicas), share * self._reach
+            mine = round(part * replicas) if part in (0.0, 1.0) else max(1, min(round(part * replicas), replicas - 1))
+            others = replicas - mine if part in (0.0, 1.0) else max(1, replicas - mine)
+            for cluster, count in ((split.candidate, mine), (split.baseline, others)):
+                for replica in cluster.replicas:
+                    cluster.set_online(replica.index, replica.index < count)
 
     def _problem(self, stage: Stage) -> str | None:
         """Why the release must not go on; None when it may."""

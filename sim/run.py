@@ -26,8 +26,10 @@ from sim.held_weights import adapter_report
 from sim.retries import Retries
 from sim.rollout import Release, Split, reach
 from sim.saturation import saturated_fleet_rps
+from sim.sites import SiteFleet
+from sim.stages import Front, longest_request
 
-AnyCluster = Cluster | Disaggregated | Split
+AnyCluster = Cluster | Disaggregated | Split | SiteFleet
 Progress = Callable[[int, int | None], None]
 Stop = Callable[[Metrics], bool]
 _PROGRESS_EVERY = 1024  # arrivals
@@ -72,22 +74,27 @@ def simulate(
     metrics = new_metrics(scenario, keep_rows=records)
     saturation = _Saturation(parts, saturated_rps)
     skipped: dict[str, int] = {}
-    with _writer(out, records, plans) as writer:
-        cluster = build_fleet(scenario, parts, metrics, stepwise=stepwise, audit=audit, recording=_recording(writer, parts))
+    with _writer(out, records, plans, scenario) as writer:
+        stage_log = None if writer is None else writer.stages
+        cluster = build_fleet(scenario, parts, metrics, stepwise=stepwise, audit=audit, recording=_recording(writer, parts), stage_log=stage_log)
         dynamics = attach(cluster, scenario, parts, metrics)
+        front = Front(cluster, scenario.stages, scenario.seed, stage_log) if scenario.stages else cluster
         _start(
-            cluster, arrivals, workload=scenario.workload, seed=scenario.seed, block_tokens=scenario.kv_cache.block_tokens, saturation_rps=saturation,
-            max_model_len=min(part.max_model_len for part in parts.values()), prefix_caching=scenario.kv_cache.prefix_caching,
+            front, arrivals, workload=scenario.workload, seed=scenario.seed, block_tokens=scenario.kv_cache.block_tokens, saturation_rps=saturation,
+            max_model_len=longest_request(scenario, parts), prefix_caching=scenario.kv_cache.prefix_caching,
             slo=scenario.slo, skipped=skipped,
         )  # fmt: skip
         retry = scenario.workload.retry
         retries = None if retry is None else Retries(cluster, retry, stream(scenario.seed, "retries"))
-        release = None if scenario.rollout is None else Release(cluster, scenario.rollout, scenario.slo, scenario.seed, reach(scenario))
-        partial = not _run_to_end(cluster, scenario, progress, stop and (lambda: stop(metrics)))
+        splits = cluster.splits() if isinstance(cluster, SiteFleet) else [cluster]
+        release = None if scenario.rollout is None else Release(splits, scenario.rollout, scenario.slo, scenario.seed, reach(scenario))
+        partial = not _run_to_end(front, scenario, progress, stop and (lambda: stop(metrics)))
         load_factor = _load_factor(cluster, scenario, saturation, dynamics)
-        totals = _totals(cluster, parts, dynamics, 0 if retries is None else retries.waiting)
+        totals = _totals(front, parts, dynamics, 0 if retries is None else retries.waiting)
         summary = metrics.summary(scenario=scenario.name, seed=scenario.seed, totals=totals, load_factor=load_factor)
         summary |= _parts_of_summary(scenario, parts, cluster, dynamics, retries, release)
+        if front is not cluster:
+            summary["stages"] = front.report()
         if writer is not None:
             writer.publish(
                 scenario=scenario.resolved(), seed=scenario.seed, device=_device(parts), summary=summary,
@@ -113,6 +120,8 @@ def _parts_of_summary(
         extra["adapters"] = adapter_report(cluster.replicas, parts["replicas"].latency)
     if retries is not None:
         extra["back_pressure"] = retries.report()
+    if isinstance(cluster, SiteFleet):
+        extra["sites"] = cluster.report()
     if dynamics is not None:
         extra["fleet"] = dynamics.report(cluster.end_s)
     if release is not None:
@@ -142,15 +151,15 @@ def _fleet(scenario: Scenario, parts: dict[str, Parts], replicas: int) -> Fleet:
 
 
 @contextlib.contextmanager
-def _writer(out: Path | None, records: bool, plans: bool) -> Iterator[RunWriter | None]:
+def _writer(out: Path | None, records: bool, plans: bool, scenario: Scenario) -> Iterator[RunWriter | None]:
     if out is None:
         yield None
         return
-    with RunWriter(out, steps=records, plans=plans) as writer:
+    with RunWriter(out, steps=records, plans=plans, stages=records and bool(scenario.stages or scenario.sites)) as writer:
         yield writer
 
 
-def _start(cluster: AnyCluster, arrivals: Iterable[Arrival] | None, **arguments: Any) -> None:
+def _start(cluster: AnyCluster | Front, arrivals: Iterable[Arrival] | None, **arguments: Any) -> None:
     if arrivals is None:
         start_clients(cluster, **arguments)
     else:
@@ -178,7 +187,7 @@ class _Saturation:
         return self._measured[0]
 
 
-def _run_to_end(cluster: AnyCluster, scenario: Scenario, progress: Progress | None, stop: Callable[[], bool] | None) -> bool:
+def _run_to_end(cluster: AnyCluster | Front, scenario: Scenario, progress: Progress | None, stop: Callable[[], bool] | None) -> bool:
     """Run until nothing is left to do; False when interrupted or stopped."""
     try:
         if progress is None and stop is None:
@@ -191,7 +200,7 @@ def _run_to_end(cluster: AnyCluster, scenario: Scenario, progress: Progress | No
     return True
 
 
-def _run_watched(cluster: AnyCluster, expected: int | None, progress: Progress | None, stop: Callable[[], bool] | None) -> bool:
+def _run_watched(cluster: AnyCluster | Front, expected: int | None, progress: Progress | None, stop: Callable[[], bool] | None) -> bool:
     """As ``env.run``, telling every so many events how far it is, or asking whether to go on; False when stopped."""
     step, queue = cluster.env.step, cluster.env._queue
     every = _PROGRESS_EVERY if stop is None else _STOP_EVERY
@@ -207,11 +216,11 @@ def _run_watched(cluster: AnyCluster, expected: int | None, progress: Progress |
     return True
 
 
-def _totals(cluster: AnyCluster, parts: dict[str, Parts], dynamics: Dynamics | None, away: int) -> FleetTotals:
+def _totals(cluster: AnyCluster | Front, parts: dict[str, Parts], dynamics: Dynamics | None, away: int) -> FleetTotals:
     replicas = cluster.replicas
     end_s = cluster.end_s
     gpus = sum(part.gpus for part in parts.values())
-    there = len(cluster.baseline.replicas if isinstance(cluster, Split) else replicas)
+    there = getattr(cluster, "provisioned", len(replicas))
     provisioned = there if dynamics is None or not end_s else dynamics.provisioned_s(end_s) / end_s
     share = provisioned / len(replicas)  # of all that there could be
     prices = [part.gpu.price_usd_per_h for part in parts.values()]
@@ -245,6 +254,8 @@ def _load_factor(cluster: AnyCluster, scenario: Scenario, saturation: _Saturatio
     """Offered over saturated throughput, of the replicas provisioned on average; None where arrivals wait for answers or a release changes it."""
     from serving.workload import follows_answers
 
+    if scenario.sites is not None or scenario.stages:  # what limits them depends on who goes where, or is no replica at all
+        return None
     if cluster.arrivals_end_s <= 0 or scenario.rollout is not None or follows_answers(scenario.workload):
         return None
     saturated = saturation.rate()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from serving.errors import InputError
-from serving.records import REQUEST_COLUMNS, STEP_COLUMNS, open_run
+from serving.records import REQUEST_COLUMNS, STAGE_COLUMNS, STEP_COLUMNS, open_run
 
 Batch = Mapping[str, Sequence]  # columns of equal length, as plain Python lists
 BATCH_ROWS = 8192
@@ -92,6 +92,23 @@ def request_events(batches: Iterable[Batch], names: _Names) -> Iterator[str]:
             yield f'{{"ph":"e","name":"request {request}",{shared},"ts":{_us(finish)}}}'
 
 
+def stage_events(batches: Iterable[Batch], names: _Names) -> Iterator[str]:
+    """What requests passed before a replica saw them, as async slices of the fleet: the wait, then the service, each a track by stage and site."""
+    tracks: dict[str, str] = {}
+    for batch in batches:
+        for request, stage, site, entered, started, ended, outcome in zip(*(batch[name] for name in STAGE_COLUMNS)):
+            name = f"{stage} at {site}" if site else stage
+            text = tracks.get(name) or tracks.setdefault(name, json.dumps(name))
+            yield from names.of(_FLEET, 0, "counters")
+            shared = f'"cat":"stage","id":"s{request}","pid":{_FLEET},"tid":0'
+            args = f'{{"request":{request},"outcome":{json.dumps(outcome)}}}'
+            yield f'{{"ph":"b","name":{text},{shared},"ts":{_us(entered)},"args":{args}}}'
+            if started > entered:
+                yield f'{{"ph":"b","name":"waits",{shared},"ts":{_us(entered)}}}'
+                yield f'{{"ph":"e","name":"waits",{shared},"ts":{_us(started)}}}'
+            yield f'{{"ph":"e","name":{text},{shared},"ts":{_us(ended)}}}'
+
+
 def transfer_events(transfers: Iterable[Mapping], names: _Names) -> Iterator[str]:
     """Transfers as async slices of the replica they leave: several may overlap on one link.
 
@@ -130,16 +147,18 @@ class _Utf8:
         self._file.write(text.encode("utf-8"))
 
 
-def write_trace(path: Path, steps: Iterable[Batch], requests: Iterable[Batch], *, transfers: Iterable[Mapping] = (), label: str = "") -> int:
+def write_trace(
+    path: Path, steps: Iterable[Batch], requests: Iterable[Batch], *, stages: Iterable[Batch] = (), transfers: Iterable[Mapping] = (), label: str = ""
+) -> int:
     """Write the timeline; return the number of events. Raises InputError when the disk refuses.
 
-    ``steps`` and ``requests`` are batches of columns as in steps.parquet and requests.parquet, steps in order of their start.
+    ``steps``, ``requests`` and ``stages`` are batches of columns as in the tables of those names, steps in order of their start.
     """
     names, count = _Names(), 0
     with _opened(path) as file:
         file.write(f'{{"displayTimeUnit":"ms","otherData":{{"run":{json.dumps(label)}}},"traceEvents":[\n')
         waiting: list[str] = []
-        for events in (step_events(steps, names), request_events(requests, names), transfer_events(transfers, names)):
+        for events in (step_events(steps, names), request_events(requests, names), stage_events(stages, names), transfer_events(transfers, names)):
             for event in events:
                 waiting.append(event)
                 if len(waiting) >= BATCH_ROWS:
@@ -160,7 +179,8 @@ def write_run_trace(folder: Path, path: Path) -> int:
         if not run.has(table):
             raise InputError(str(folder), f"has no {table}.parquet to draw", "run it without --no-records")
     steps, requests = _batches(folder / "steps.parquet", _STEP_READ, STEP_COLUMNS), _batches(folder / "requests.parquet", _REQUEST_READ, REQUEST_COLUMNS)
-    return write_trace(path, steps, requests, label=f"{run.summary.get('scenario')}, seed {run.summary.get('seed')}")
+    stages = _batches(folder / "stages.parquet", tuple(STAGE_COLUMNS), STAGE_COLUMNS) if run.has("stages") else ()
+    return write_trace(path, steps, requests, stages=stages, label=f"{run.summary.get('scenario')}, seed {run.summary.get('seed')}")
 
 
 def _batches(path: Path, names: Sequence[str], known: Mapping[str, str]) -> Iterator[Batch]:

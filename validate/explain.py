@@ -20,10 +20,14 @@ from typing import NamedTuple
 import numpy as np
 
 from serving.errors import InputError, nearest
+from serving.scenario.stages import NETWORK
 from validate.run_data import Columns, RunData
 from validate.step_parts import fit_step_parts
 
 LABELS: Mapping[str, str] = {
+    "stage_queue": "waiting for a stage",
+    "stage": "stages before the model",
+    "network": "on the way to its site",
     "queue": "waiting in the queue",
     "prefill": "its own prompt",
     "decode": "its own decoding",
@@ -188,8 +192,9 @@ def attribute(
     parts = np.zeros((len(rows["request_id"]), len(CAUSES)))
     origin = _prefill_replica(run, rows) if run.pools else rows["replica"]
     if metric != "tpot_s":
+        before_s = _before_replica(run, rows, parts)
         for own, mine, local in _by_replica(run, curves, origin, rows):
-            parts[mine] += _before_first_token(own, local)
+            parts[mine] += _before_first_token(own, local, before_s[mine])
     if metric != "ttft_s":
         for own, mine, local in _by_replica(run, curves, rows["replica"], rows):
             split = np.zeros((len(mine), len(CAUSES)))
@@ -200,17 +205,34 @@ def attribute(
 
 
 def _by_replica(run: RunData, curves: Timelines, replica: np.ndarray, rows: Columns) -> Iterator[tuple[_Curves, np.ndarray, Columns]]:
-    """Yield (timeline, row numbers, rows) of each replica that ``replica`` names."""
-    for number in np.unique(replica):
+    """Yield (timeline, row numbers, rows) of each replica that ``replica`` names; what no replica served (-1) has no timeline."""
+    for number in np.unique(replica[replica >= 0]):
         mine = np.flatnonzero(replica == number)
         if int(number) not in curves:
             raise InputError(str(run.path), f"replica {number} served requests but recorded no step")
         yield curves[int(number)], mine, {name: column[mine] for name, column in rows.items()}
 
 
-def _before_first_token(curves: _Curves, rows: Columns) -> np.ndarray:
+def _before_replica(run: RunData, rows: Columns, parts: np.ndarray) -> np.ndarray:
+    """Put what requests spent in stages and between sites into ``parts`` [requests, causes]; returns the seconds of each in all."""
+    stages, ids = run.stages, rows["request_id"]
+    total_s = np.zeros(len(ids))
+    if not stages or not len(ids):
+        return total_s
+    at = np.minimum(np.searchsorted(ids, stages["request_id"]), len(ids) - 1)
+    known = ids[at] == stages["request_id"]
+    network = stages["stage"] == NETWORK
+    waited_s, served_s = stages["started_s"] - stages["entered_s"], stages["ended_s"] - stages["started_s"]
+    for cause, mine, seconds in (("stage_queue", ~network, waited_s), ("stage", ~network, served_s), ("network", network, served_s)):
+        spent_s = np.bincount(at[known & mine], seconds[known & mine], minlength=len(ids))
+        _put(parts, cause, spent_s)
+        total_s += spent_s
+    return total_s
+
+
+def _before_first_token(curves: _Curves, rows: Columns, before_s: np.ndarray) -> np.ndarray:
     parts = np.zeros((len(rows["request_id"]), len(CAUSES)))
-    _split_queue(parts, curves, rows["arrival_s"], rows["scheduled_s"])
+    _split_queue(parts, curves, np.minimum(rows["arrival_s"] + before_s, rows["scheduled_s"]), rows["scheduled_s"])
     own_tokens = np.maximum(rows["prompt_tokens"] - rows["cached_tokens"], 1)
     _split_prefill(parts, curves, rows["scheduled_s"], rows["first_token_s"], own_tokens)
     return parts

@@ -24,6 +24,7 @@ class RunData:
     summary: Mapping
     requests: Columns = field(default_factory=dict)
     steps: Columns = field(default_factory=dict)
+    stages: Columns = field(default_factory=dict)  # what requests passed before a replica saw them; empty where there was nothing
 
     @property
     def simulated(self) -> bool:
@@ -79,4 +80,4 @@ def read_run(folder: Path, label: str = "") -> RunData:
     run = open_run(folder)
     facts = {key: value for key, value in run.info.items() if key != "scenario"}
     requests, steps = _columns(run, "requests"), _columns(run, "steps")
-    return RunData(folder, label or folder.resolve().name, run.info["scenario"], facts, run.summary, requests, steps)
+    return RunData(folder, label or folder.resolve().name, run.info["scenario"], facts, run.summary, requests, steps, _columns(run, "stages"))

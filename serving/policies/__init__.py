@@ -34,6 +34,7 @@ KINDS: dict[str, tuple[str, ...]] = {  # kind -> the methods that a policy of th
     "speculation": ("draft_tokens",),
     "adapters": ("evict",),
     "retention": ("drop",),
+    "site": ("serve_at",),
 }
 
 

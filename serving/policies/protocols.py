@@ -103,6 +103,27 @@ class Sharding(Protocol):
         """The layout on ``gpus`` GPUs; its ``gpus`` must be as many."""
 
 
+class Site(Protocol):
+    """Which site on a request's way inwards serves it.
+
+    A policy that names tiers lists them in ``levels_named``, so that a tier that does not exist is refused before anything runs.
+    """
+
+    def serve_at(self, request: Request, way: Way) -> int:
+        """Position on the way, 0 being nearest to the user."""
+
+
+class Way(Protocol):
+    """The sites that could hold a request, from where it enters to its centre; only those with replicas."""
+
+    levels: Seq[str]  # tier of each
+    replicas: Seq[int]
+    round_trip_s: Seq[float]  # from where the request enters
+
+    def waiting(self, position: int) -> int:
+        """Requests that are on their way to a site or have not been started there."""
+
+
 class Routing(Protocol):
     """Which replica serves a request."""
 

@@ -27,6 +27,8 @@ from serving.scenario.planning import Plan
 from serving.scenario.policy import Policy
 from serving.scenario.retention import Retention
 from serving.scenario.rollout import Rollout
+from serving.scenario.sites import Sites
+from serving.scenario.stages import FrontStage, check_stages
 from serving.scenario.weights import Weights
 from serving.scenario.workload import Workload
 
@@ -185,6 +187,10 @@ class Speculation(BaseModel):
     policy: Annotated[spec_field("speculation.policy"), Field(description="how many drafts")] = PolicySpec(name="fixed", where="speculation.policy")
     acceptance: Annotated[Fraction, Field(description="probability that a draft token is accepted")]
     draft_llm: CatalogueName | None = None
+    proposer: Annotated[
+        spec_field("speculation.proposer") | None,
+        Field(description="what drafts in the engine: prompt_lookup, layers or network; null: network with a draft_llm, else prompt_lookup"),
+    ] = None
     draft_step_fraction: Annotated[NotNegative, Field(description="without draft_llm: a draft's share of a plain step's time")] = 0.0
 
 
@@ -213,6 +219,8 @@ class Scenario(BaseModel):
     retention: Annotated[Retention | None, Field(description="pages that running sequences give back")] = None
     adapters: Annotated[Adapters | None, Field(description="slots for adapters (LoRA) on every replica")] = None
     rollout: Annotated[Rollout | None, Field(description="a release by stages, while it serves")] = None
+    sites: Annotated[Sites | None, Field(description="edge, regional and central pools, instead of cluster.replicas")] = None
+    stages: Annotated[tuple[FrontStage, ...], Field(description="what requests pass before the model, in order")] = ()
     measure: Measure = Measure()
     plan: Annotated[Plan | None, Field(description="what `twinserve plan` may choose from")] = None
 
@@ -220,6 +228,28 @@ class Scenario(BaseModel):
     def _release(self) -> Scenario:
         if self.rollout is not None and (self.cluster.pools or self.cluster.autoscaling or self.cluster.tenancy or self.cluster.topology or self.faults):
             raise PydanticCustomError("form", "rollout cannot be combined with pools, autoscaling, tenancy, a topology or faults")
+        return self
+
+    @model_validator(mode="after")
+    def _front(self) -> Scenario:
+        """Sites and stages."""
+        check_stages(self.stages, () if self.workload.trace is not None else tuple(row.name for row in self.workload.classes) or ("default",))
+        if (self.sites is not None or self.stages) and self.workload.uses_load_factor:
+            raise PydanticCustomError("form", "with sites or stages there is no one capacity to be a fraction of: give workload.arrivals.rate_rps")
+        regions = () if self.rollout is None else self.rollout.regions
+        known = [] if self.sites is None else [site.name for site in self.sites.places]
+        for index, name in enumerate(regions):
+            if self.sites is None or name not in known:
+                raise PydanticCustomError("at", "there is no site '{name}'", {"at": ("rollout", "regions", index), "name": name, "known": known})
+        if self.stages and self.plan is not None:
+            raise PydanticCustomError("form", "stages cannot be combined with a plan")
+        if self.sites is None:
+            return self
+        cluster = self.cluster
+        if cluster.pools or cluster.autoscaling or cluster.tenancy or cluster.topology or self.faults or self.plan or self.adapters:
+            raise PydanticCustomError("form", "sites cannot be combined with pools, autoscaling, tenancy, a topology, faults, adapters or a plan")
+        if "replicas" in cluster.model_fields_set and cluster.replicas != 1:
+            raise PydanticCustomError("form", "with sites, give replicas at each site")
         return self
 
     @field_validator("version", mode="before")

@@ -32,6 +32,8 @@ def to_input_error(error: ValidationError, raw: dict, where: Callable[[tuple], s
         return InputError(where(path + (context["key"],)), "unknown key", nearest(context["key"], context["known"]))
     if kind == "slo_class":
         return InputError(where(("slo", "classes", context["key"])), "no such class in workload.classes", nearest(context["key"], context["known"]))
+    if kind == "at":  # found by looking at several keys together: the check says which of them is wrong
+        return InputError(where(path + tuple(context["at"])), problem["msg"], nearest(context["name"], context["known"]) if "known" in context else "")
     if kind == "too_short":
         return InputError(where(path), "must not be empty")
     if kind == "missing":

@@ -66,6 +66,7 @@ class Rollout(BaseModel):
     stages: tuple[Stage, ...] = ()
     tenants: Annotated[tuple[Name, ...], Field(description="only requests of these; empty: of all")] = ()
     classes: Annotated[tuple[Name, ...], Field(description="only requests of these; empty: of all")] = ()
+    regions: Annotated[tuple[Name, ...], Field(description="only at these sites and those further out; empty: at all")] = ()
     gates: Gates = Gates()
     least: Annotated[Count, Field(description="outcomes of the candidate that a check or a roll-back needs")] = 50
     burn: Annotated[Positive, Field(description="times the error budget")] = 10.0

@@ -179,6 +179,11 @@ class Workload(BaseModel):
         """The closed loop that drives this workload, or None. With a trace, its users take the trace's requests in turn."""
         return self.arrivals if isinstance(self.arrivals, ClosedLoop) else None
 
+    @property
+    def uses_load_factor(self) -> bool:
+        """Whether a rate is given as a fraction of what the fleet can serve."""
+        return self.arrivals is not None and _has_load_factor(self.arrivals)
+
 
 def _has_load_factor(arrivals: Arrivals) -> bool:
     parts = arrivals.pieces if isinstance(arrivals, Piecewise) else (arrivals,)

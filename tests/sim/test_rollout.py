@@ -126,7 +126,7 @@ def test_replicas_change_over_with_the_share_and_the_fleet_costs_what_it_did():
 
 def built(wanted):
     split = build_fleet(wanted, resolve_fleet(wanted), new_metrics(wanted))
-    return split, Release(split, wanted.rollout, wanted.slo, 2, reach(wanted))
+    return split, Release([split], wanted.rollout, wanted.slo, 2, reach(wanted))
 
 
 def test_sessions_stay_with_their_variant():

@@ -16,6 +16,7 @@ import numpy as np
 import sim
 from hwmodels.latency import LatencyModel
 from serving.clients import start_clients
+from serving.errors import InputError
 from serving.scenario import Scenario
 from serving.scheduler import BrokenPolicyError, Scheduler
 from sim.attach import attach as attach_dynamics
@@ -75,6 +76,9 @@ def drive(
     model, ``attach`` sees the fleet before it starts. Whatever a policy raises passes through.
     """
     parts = resolve_fleet(scenario)
+    for key, asked in (("sites", scenario.sites), ("stages", scenario.stages)):
+        if asked:
+            raise InputError(key, "a suite compares policies on one fleet, without sites or stages", "leave it out")
     if wrap is not None:
         wrapped = {role: (wrap(part.latency), tuple(wrap(each) for each in part.latencies)) for role, part in parts.items()}
         parts = {role: replace(part, latency=wrapped[role][0], latencies=wrapped[role][1]) for role, part in parts.items()}

@@ -1,0 +1,1 @@
+"""Which site on the way inwards serves a request."""
