@@ -42,7 +42,7 @@ STEP_COLUMNS = {
 }  # fmt: skip
 PLAN_COLUMNS = {
     "step": "int64", "schedule_s": "float64", "commit_s": "float64", "submitted": "ids", "aborted": "ids", "chunks": "chunks",
-    "preempted": "ids", "swapped": "ids", "finished": "ids", "replica": "int32", "accepted": "ids",
+    "preempted": "ids", "swapped": "ids", "finished": "ids", "replica": "int32",
 }  # fmt: skip
 # What a request passed before a replica saw it, where a scenario has stages or sites: from ``entered_s`` it waited, from ``started_s`` it was
 # served; ``network`` is the way to the site that served it. ``outcome``: which cache answered, if one did.
@@ -249,8 +249,7 @@ class Run:
     @cached_property
     def plans(self) -> pd.DataFrame:
         """One row per plan, with the decisions it held."""
-        needed = {name: kind for name, kind in PLAN_COLUMNS.items() if name != "accepted"}
-        return _read_table(self.path / "plans.parquet", needed, "plans are recorded on request only")
+        return _read_table(self.path / "plans.parquet", PLAN_COLUMNS, "plans are recorded on request only")
 
     @cached_property
     def stages(self) -> pd.DataFrame:
