@@ -59,7 +59,7 @@ def test_equal_input_gives_equal_bytes(tmp_path):
     for name in ("a", "b"):
         write(tmp_path / name)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
-    assert set(contents(tmp_path / "a")) == set(records.RUN_FILES) - {"engine_steps.parquet"}
+    assert set(contents(tmp_path / "a")) == set(records.RUN_FILES) - {"engine_steps.parquet", "stages.parquet"}
 
 
 def test_a_failed_run_leaves_nothing(tmp_path):
