@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from serving.errors import InputError
-from validate.measured import mlperf, routing_ladder, served, served_table, vllm_run
+from validate.measured import mlperf, pd_ratio, routing_ladder, served, served_table, vllm_run
 from validate.measured.row import NOTHING, STATISTICS, Progress, Row, row, statistics
 from validate.measured.vllm_run import Times, VllmRun
 
@@ -26,8 +26,12 @@ def accuracy(root: Path | str, *, fit: bool = True, jobs: int = JOBS, sample: in
     if not folder.is_dir():
         raise InputError(str(folder), "is no folder")
     runs, submissions, ladders, tables = vllm_run.find(folder), mlperf.find(folder), routing_ladder.find(folder), served.find(folder)
-    if not (runs or submissions or ladders or tables):
-        hint = "a run is a folder with requests.jsonl and meta.json, a served*.csv table, an MLPerf summary.txt or a *capacity.csv ladder"
+    sweeps = pd_ratio.find(folder)
+    if not (runs or submissions or ladders or sweeps or tables):
+        hint = (
+            "a run is a folder with requests.jsonl and meta.json, a served*.csv table, an MLPerf summary.txt, a *capacity.csv ladder "
+            "or a results.csv over prefill-decode ratios"
+        )
         raise InputError(str(folder), "holds no measured run that can be replayed", hint)
     rows: list[Row] = []
     for run in runs:
@@ -36,6 +40,8 @@ def accuracy(root: Path | str, *, fit: bool = True, jobs: int = JOBS, sample: in
         rows += mlperf.rows(submission)
     for ladder in ladders:
         rows += routing_ladder.rows(ladder, progress)
+    for sweep in sweeps:
+        rows += pd_ratio.rows(sweep, progress)
     for table in tables:
         rows += served_table.rows(table, fit=fit, jobs=jobs, progress=progress, sample=sample)
     return rows

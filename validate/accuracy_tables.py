@@ -7,7 +7,7 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from validate.measured import routing_ladder, served
+from validate.measured import pd_ratio, routing_ladder, served
 from validate.measured.row import STATISTICS, Row
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def _print_many(console: Console, name: str, rows: Sequence[Row]) -> None:
     fits = _ordered(fitted for fitted, _ in parts)
     marks = {fitted: str(number) for number, fitted in enumerate(fits, 1)}
     lines = [(*line, marks[fitted]) for line, (fitted, _) in zip(lines, parts)]
-    if any(row.metric == "tpot_s" for row in rows):
+    sweep = bool(pd_ratio.readings(rows))
+    if any(row.metric == "tpot_s" for row in rows) and not sweep:
         for label, wanted in (("  all, fitted: nothing", [f for f in fits if f == "nothing"]), ("  all, judged on the other half", [f for f in fits if "judged on the rest" in f])):
             pooled = [row for row in rows if row.fitted_on in wanted]
             if pooled:
@@ -56,6 +57,9 @@ def _print_many(console: Console, name: str, rows: Sequence[Row]) -> None:
         _say(console, f"  {mark}: {fitted}", bold=False)
     if name.startswith("served"):
         _say(console, f"  left out: {served.EXCLUDED}", bold=False)
+    if sweep:
+        for line in (*pd_ratio.verdicts(rows), f"left out: {pd_ratio.LEFT_OUT}"):
+            _say(console, f"  {line}", bold=False)
     stages = [row for row in rows if row.dataset.endswith("rps")]
     if stages:
         order = routing_ladder.orders(stages)
