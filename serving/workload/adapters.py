@@ -18,7 +18,7 @@ CHUNK = 4096
 def adapted_arrivals(arrivals: Iterator[Arrival], mix: AdapterMix, context: Context) -> Iterator[Arrival]:
     """Yield ``arrivals`` with an adapter each."""
     for arrival, name in zip(arrivals, _draw(mix, context)):
-        yield arrival._replace(request=_with(arrival.request, name)) if name else arrival
+        yield arrival._replace(request=with_adapter(arrival.request, name)) if name else arrival
 
 
 def adapted_sessions(sessions: Iterator[Session], mix: AdapterMix, context: Context) -> Iterator[Session]:
@@ -28,12 +28,17 @@ def adapted_sessions(sessions: Iterator[Session], mix: AdapterMix, context: Cont
 
 
 def _session(session: Session, name: str) -> Session:
-    turns = tuple(turn._replace(arrival=turn.arrival._replace(request=_with(turn.arrival.request, name))) for turn in session.turns)
+    turns = tuple(turn._replace(arrival=turn.arrival._replace(request=with_adapter(turn.arrival.request, name))) for turn in session.turns)
     return session._replace(turns=turns)
 
 
-def _with(request: Request, name: str) -> Request:
-    """The request under an adapter: keys and values are the adapter's, so equal tokens under another adapter are other content."""
+def with_adapter(request: Request, name: str) -> Request:
+    """The request under an adapter: keys and values are the adapter's, so equal tokens under another adapter are other content.
+
+    One that names its adapter already, as a trace's may, keeps it.
+    """
+    if request.adapter:
+        return request
     keys = tuple((name, key) for key in request.prefix_hashes)
     return request._replace(adapter=name, prefix_hashes=keys)
 

@@ -11,6 +11,7 @@ from serving.errors import InputError
 from serving.request import Arrival, Request
 from serving.scenario.fields import data_file
 from serving.scenario.workload import Trace, Workload
+from serving.workload.adapters import with_adapter
 from serving.workload.classes import Labels
 from serving.workload.context import Context
 from serving.workload.lengths import MAX_TOKENS, one_by_one
@@ -149,7 +150,7 @@ class Replay:
         request = Request(
             request_id, arrival_s, prompt, cap, priority, name, tenant, session, self._keys(row, prompt), None, self._context.ttft_slo_s(name)
         )
-        return Arrival(request, min(output, cap))
+        return Arrival(with_adapter(request, row.adapter) if row.adapter else request, min(output, cap))
 
     def _class_of(self, row: TraceRow) -> tuple[str, int, int]:
         """Return name, priority and cap: the row's own, else those of the scenario's class."""

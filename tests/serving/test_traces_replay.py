@@ -9,6 +9,7 @@ import pytest
 from serving.errors import InputError
 from serving.request import Arrival
 from serving.scenario import Scenario, from_mapping, load
+from serving.scenario.adapters import AdapterMix
 from serving.workload import Session, conversations, follows_answers, open_arrivals
 
 
@@ -69,6 +70,18 @@ def test_scaling_of_rate_time_and_lengths(trace: Path) -> None:
     made = replayed(trace, prompt_scale=0.01, output_scale=2.5)
     assert set(prompts(made)) == {1}
     assert [each.output_tokens for each in made] == [round(2.5 * (i + 1)) for i in range(10)]
+
+
+def test_a_row_names_its_adapter_and_its_content_is_the_adapters_own(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    row = '{"arrival_s": 0, "prompt_tokens": 32, "output_tokens": 1, "hash_ids": [7, 8], "hash_tokens": 16'
+    path.write_text(row + '}\n' + row + ', "adapter": "a"}\n' + row + ', "adapter": "b"}\n')
+    plain, one, other = (each.request for each in replayed(path))
+    assert [plain.adapter, one.adapter, other.adapter] == ["", "a", "b"]
+    assert (plain.prefix_hashes, one.prefix_hashes) == ((7, 8), (("a", 7), ("a", 8)))
+    workload = scenario(path).workload.model_copy(update={"adapters": AdapterMix(names=("m",))})
+    mixed = [each.request.adapter for each in open_arrivals(workload, **ARGUMENTS)]
+    assert mixed == ["m", "a", "b"], "what a row says goes before what is drawn"
 
 
 def test_passes_follow_each_other_at_the_same_rate(trace: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from serving.builder import ADMITTED
 from serving.policies.batching.chunked_prefill import ChunkedPrefill
 
 
@@ -70,6 +71,20 @@ class Leaks:
         self._honest.plan(batch)
         if batch.scheduler.steps % 50 == 49 and batch.pool.free:
             batch.pool.take(1)
+
+
+class Stops:
+    """Waits when the head of the queue finds no adapter slot."""
+
+    def __init__(self):
+        self._honest = ChunkedPrefill()
+
+    def plan(self, batch):
+        self._honest.plan(batch, admit=self._admit)
+
+    def _admit(self, batch):
+        while batch.waiting and batch.admit() == ADMITTED:
+            pass
 
 
 class Greedy:

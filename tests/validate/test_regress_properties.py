@@ -73,6 +73,18 @@ def test_a_broken_rule_is_named_with_policy_and_step_and_shrunk(name, kind, poli
     assert 1 <= len(found.rows) <= requests
 
 
+def test_waiting_for_an_adapter_slot_in_front_of_others_breaks_s12():
+    found = check_property("S12", broken("batching", "Stops"))
+    assert found.fault is not None and found.fault.rule == "who waits for an adapter slot keeps nobody else waiting"
+    names = [row.get("adapter", "") for row in found.rows]
+    assert len(names) == 6 and len(set(names)) == 6 - names.count(names[-1]) + 1, f"five adapters for four slots, and one that needs none: {names}"
+    assert found.fault.detail.startswith("request 5 was admitted")
+
+
+def test_the_adapter_policy_of_s12_can_be_replaced():
+    assert not check_property("S12", [Choice("adapters", "least_wanted", "least_wanted")]).broken
+
+
 def test_a_policy_that_lies_is_caught():
     found = check_property(HONEST, broken("batching", "Lies"))
     assert found.broken and "promise" in found.fault.rule

@@ -1,6 +1,6 @@
 """The situations in which a scheduler's properties are checked: scenarios with a workload each, and what must be seen in them.
 
-S1 to S11 are reports from the field, as deterministic cases. Everything that ``watch`` checks holds in all of them.
+S1 to S12 are reports from the field, as deterministic cases. Everything that ``watch`` checks holds in all of them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from validate.regress.shrink import Row
 from validate.regress.watch import Watch
 
 Verify = Callable[[Watch], str | None]  # what is wrong, or None
+Judge = Callable[[Watch, Sequence[Row]], str | None]
+_SLOTS = 4
+_ADAPTERS = (*[""] * 3, "A1", "A3", "A2", "A4", *["A5"] * 4, "", "", "A1", "A2", "A3")  # of the requests of S12
 _WINDOW_GRACE_S = 1.0  # a batching window holds requests back: so much is tolerated
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One property: ``scenario`` without its workload, ``rows`` of a plain-jsonl trace, ``rule`` in words, ``verify`` after a run."""
+    """One property: ``scenario`` without its workload, ``rows`` of a plain-jsonl trace, ``rule`` in words.
+
+    After a run ``verify`` looks at what came of these very rows, and ``judge`` at what came of any part of them.
+    """
 
     name: str
     rule: str
@@ -29,6 +35,7 @@ class Case:
     rows: tuple[Row, ...]
     verify: Verify | None = None
     needs: str = ""  # a batching option without which the property makes no sense
+    judge: Judge | None = None
 
 
 def _scenario(blocks: int, *, seqs: int = 16, tokens: int = 2048, ordering: Any = "fcfs", replicas: int = 1, **batching: Any) -> dict[str, Any]:
@@ -94,6 +101,17 @@ def _s9(watch: Watch) -> str | None:
     return _first(_late(watch, 1, 3), slow)
 
 
+def _s12(watch: Watch, rows: Sequence[Row]) -> str | None:
+    """Whoever waits, waits for a slot: so many adapters may wait as there are more of them than slots, and nobody without one."""
+    late = {index: words for index in range(len(rows)) if (words := _late(watch, index, 2))}
+    waiting = sorted({rows[index].get("adapter", "") for index in late})
+    spare = max(0, len({row["adapter"] for row in rows if row.get("adapter")}) - _SLOTS)
+    if "" in waiting or len(waiting) > spare:
+        index = next(index for index in reversed(late) if waiting[0] == rows[index].get("adapter", ""))
+        return f"{late[index]} though it needs no slot" if "" in waiting else f"{late[index]}: {len(waiting)} adapters wait, {spare} must"
+    return None
+
+
 def _mixed(seed: int, count: int, rate_rps: float, *, prompt: tuple[int, int], output: tuple[int, int], priorities: int) -> tuple[Row, ...]:
     """Random requests, a third of which begin with one of three shared prefixes."""
     rng = stream(seed, "regress.storm")
@@ -151,6 +169,8 @@ CASES: tuple[Case, ...] = (
     Case("S9", "a chunk limit keeps a very long prompt from blocking a short one", _scenario(8000, tokens=4096, max_chunk_tokens=3247),
          (_row(0.0, 120_104, 8), _row(1.0, 101, 8)), _s9),
     Case("S11", "affinity to the cache starves nobody", _scenario(2000, seqs=4, ordering={"name": "cache_affinity", "max_passes": 32}), _affinity()),
+    Case("S12", "who waits for an adapter slot keeps nobody else waiting", {**_scenario(400), "adapters": {"slots": _SLOTS}},
+         tuple(_row(0.0, 20, 60, **({"adapter": name} if name else {})) for name in _ADAPTERS), judge=_s12),
     Case("starvation", "under overload nobody is passed without end", _scenario(3000, seqs=4), _overload()),
     *_storms(),
 )  # fmt: skip

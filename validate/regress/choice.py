@@ -102,7 +102,7 @@ def same_kinds(baseline: list[Choice], candidate: list[Choice]) -> None:
         raise InputError(missing, f"says nothing of {other}, which the other side decides", f"add {missing} {other}=...")
 
 
-_SECTIONS = {"autoscaling": ("cluster", "autoscaling"), "speculation": ("speculation",)}  # kinds whose policy stands in a part of its own
+_SECTIONS = {"autoscaling": ("cluster", "autoscaling"), "speculation": ("speculation",), "adapters": ("adapters",), "retention": ("retention",)}  # kinds whose policy stands in a part of its own
 
 
 def concerns(raw: dict[str, Any], kind: str) -> bool:

@@ -38,14 +38,15 @@ class Driven:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A rule that a policy broke: in which step (None: before the first), and in which words."""
+    """A rule that a policy broke: in which step (None: ``when`` says it), and in which words."""
 
     step: int | None
     rule: str
     detail: str
+    when: str = "before the first step"
 
     def __str__(self) -> str:
-        place = "before the first step" if self.step is None else f"step {self.step}"
+        place = self.when if self.step is None else f"step {self.step}"
         return f"{place}: {self.rule}" + (f" ({self.detail})" if self.detail else "")
 
 
@@ -75,10 +76,10 @@ def drive(
     ``saturation_rps`` resolves load factors: both sides of a comparison must be offered the same. ``wrap`` replaces the latency
     model, ``attach`` sees the fleet before it starts. Whatever a policy raises passes through.
     """
-    parts = resolve_fleet(scenario)
     for key, asked in (("sites", scenario.sites), ("stages", scenario.stages)):
         if asked:
             raise InputError(key, "a suite compares policies on one fleet, without sites or stages", "leave it out")
+    parts = resolve_fleet(scenario)
     if wrap is not None:
         wrapped = {role: (wrap(part.latency), tuple(wrap(each) for each in part.latencies)) for role, part in parts.items()}
         parts = {role: replace(part, latency=wrapped[role][0], latencies=wrapped[role][1]) for role, part in parts.items()}

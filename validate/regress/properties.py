@@ -27,6 +27,7 @@ from validate.regress.workers import Lost, Workers
 
 LIMIT_S, HANG_LIMIT_S = 3.0, 0.3  # CPU seconds of a case, and of each attempt to shrink a workload that hangs
 _HANG_ATTEMPTS = 40
+_WHOLE = "seen in the whole run"
 DETERMINISTIC, HONEST = "deterministic", "honest"
 _TWICE = {
     DETERMINISTIC: "the same workload gives the same run in another process, at another time of day, under other hash and random seeds",
@@ -122,7 +123,8 @@ def _fault(name: str, case: Case, raw: dict[str, Any], rows: Sequence[Row], limi
             drive(loaded, attach=watch.attach, stepwise=True)
             watch.finish(len(rows))
             problem = case.verify(watch) if case.verify is not None else None
-            return None if problem is None else Fault(None, case.rule, problem)
+            problem = problem or (case.judge(watch, rows) if case.judge is not None else None)
+            return None if problem is None else Fault(None, case.rule, problem, _WHOLE)
     except InputError:
         raise
     except (Exception, OutOfTimeError) as error:
@@ -157,7 +159,7 @@ def _digest(loaded: scenario.Scenario, *, stepwise: bool = False) -> str:
 
 
 def _compare(one: str, other: str, rule: str, detail: str) -> Fault | None:
-    return None if one == other else Fault(None, rule, detail)
+    return None if one == other else Fault(None, rule, detail, _WHOLE)
 
 
 def _elsewhere(raw: dict[str, Any], rows: Sequence[Row]) -> str:

@@ -61,7 +61,7 @@ def _fewest(rows: list[Row], fails: Fails) -> list[Row]:
 
 def _simplest(rows: list[Row], index: int, fails: Fails) -> list[Row]:
     """Make one request smaller, less unusual and earlier, as long as it still fails."""
-    for key in ("hash_ids", "class", "priority"):
+    for key in ("hash_ids", "class", "priority", "adapter"):
         if key in rows[index]:
             without = {name: value for name, value in rows[index].items() if name != key and not (key == "hash_ids" and name == "hash_tokens")}
             trial = [*rows[:index], without, *rows[index + 1 :]]

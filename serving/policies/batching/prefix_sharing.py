@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 class PrefixSharing:
     """Waiting requests form a forest: one is a child of another whose prefix it continues. A request is *ready* unless the next block of
-    its prefix is being computed for another one right now; it then waits to share that block instead of computing it again.
+    its prefix is being computed for another one right now; it then waits to share that block instead of computing it again. Nor is one
+    ready whose adapter finds no slot.
 
     Of the first ``look_ahead`` ready requests the one that shares most blocks with running sequences goes first, then most cached
     blocks, then the order of the queue. Nobody is passed more than ``max_bypasses`` times.
@@ -56,8 +57,10 @@ class PrefixSharing:
             if head is None or head in batch.plan.preempted:
                 break
             hit = self._hit(batch, head)
-            overdue = not looked and head.bypasses >= self.max_bypasses
-            if overdue or not self._is_being_computed(batch, head, hit):
+            slotless = batch.adapters is not None and not batch.adapters.room_for((head.request.adapter,))
+            bound = min(self.max_bypasses, batch.adapters.max_bypasses) if slotless else self.max_bypasses
+            overdue = not looked and head.bypasses >= bound
+            if overdue or not (slotless or self._is_being_computed(batch, head, hit)):
                 score = (hit.blocks - hit.idle_blocks, hit.blocks) if hit is not None else (0, 0)
                 if score > best_score:
                     best, best_score = len(looked), score

@@ -32,6 +32,7 @@ class TraceRow(NamedTuple):
     class_name: str | None = None
     tenant: str | None = None
     max_output_tokens: int | None = None
+    adapter: str = ""
 
 
 class Format(NamedTuple):

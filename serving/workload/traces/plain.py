@@ -2,7 +2,7 @@
 
     prompt_tokens, output_tokens            required, in tokens
     arrival_s                               seconds, not falling; without it the scenario's arrivals give the times
-    max_output_tokens, priority, class, tenant
+    max_output_tokens, priority, class, tenant, adapter
     session, turn                           turns of a session wait for the answers before them
     hash_ids, hash_tokens                   content of the prompt: one id per block of hash_tokens tokens, chained
 """
@@ -17,6 +17,7 @@ from serving.workload.traces.format import TraceRow, hashes, required, seconds, 
 
 COLUMNS = (
     "arrival_s", "prompt_tokens", "output_tokens", "max_output_tokens", "priority", "class", "tenant", "session", "turn", "hash_ids", "hash_tokens",
+    "adapter",
 )  # fmt: skip
 
 
@@ -47,6 +48,7 @@ def plain_row(row: Mapping[str, Any], where: str) -> TraceRow:
         class_name=_text(given, "class", where),
         tenant=_text(given, "tenant", where),
         max_output_tokens=whole(given["max_output_tokens"], where, "max_output_tokens") or None if "max_output_tokens" in given else None,
+        adapter=_text(given, "adapter", where) or "",
     )
 
 
