@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from engine.loop import Left, Step
+from engine.messages import Left, Step
 from serving.metrics import ABORTED, CAPACITY, COMPLETED, ERROR, REJECTED, FleetTotals, Metrics
 from serving.plan import BatchPlan
 from serving.recording import Recording
@@ -38,6 +38,7 @@ class Accounts:
         self._kv_block_seconds = 0.0
         self._kv_max_blocks = 0
         self._prompt_tokens = self._cached_tokens = 0
+        self._drafts = Drafts()
 
     def submitted(self, request_id: int) -> None:
         """A request was queued."""
@@ -68,6 +69,8 @@ class Accounts:
         self._kv_max_blocks = max(self._kv_max_blocks, step.used_blocks)
         if step.gaps_s:
             self._metrics.itl(step.gaps_s, [1] * len(step.gaps_s), [step.end_s] * len(step.gaps_s))
+        if step.plan.accepted:
+            self._drafts.note(step)
         if self._recording is not None:
             path = step.output.path
             self.path = (path.rows, path.kind)
@@ -93,6 +96,10 @@ class Accounts:
         if self._progress is not None:
             self._progress(self._left)
 
+    def drafts(self) -> dict[str, float | int | None]:
+        """The ``speculation`` part of summary.json."""
+        return self._drafts.report()
+
     def totals(self, scheduler: Scheduler, *, gpus: int, gpu_usd_per_h: float | None) -> FleetTotals:
         """What the engine counted."""
         return FleetTotals(
@@ -101,6 +108,31 @@ class Accounts:
             kv_max_fraction=self._kv_max_blocks / scheduler.pool.total, preemptions=scheduler.preemptions,
             prompt_tokens=self._prompt_tokens, cached_tokens=self._cached_tokens, in_flight=scheduler.waiting_count + scheduler.running.count,
         )  # fmt: skip
+
+
+class Drafts:
+    """Sums over the steps that verified drafts."""
+
+    def __init__(self) -> None:
+        self._steps = self._decodes = self._tokens = self._drafts = self._tested = 0
+
+    def note(self, step: Step) -> None:
+        """Add a step."""
+        self._steps += 1
+        self._decodes += sum(1 for tokens in step.plan.accepted if tokens)
+        self._tokens += sum(step.plan.accepted)
+        self._drafts += step.drafts[0]
+        self._tested += step.drafts[1]
+
+    def report(self) -> dict[str, float | int | None]:
+        """The ``speculation`` part of summary.json: drafts and tokens of a decode in a step, and the share of drafts accepted behind accepted ones."""
+        decodes, tested = self._decodes, self._tested
+        return {
+            "steps": self._steps,
+            "draft_tokens": self._drafts / decodes if decodes else None,
+            "acceptance": (self._tokens - decodes) / tested if tested else None,
+            "acceptance_length": self._tokens / decodes if decodes else None,
+        }
 
 
 def _row(step: Step) -> tuple:

@@ -59,6 +59,11 @@ class BlockTables:
         if row is not None:
             self._free.append(row)
 
+    def release_all(self) -> None:
+        """Give every row up: whoever held them is gone."""
+        for request_id in list(self._rows):
+            self.release(request_id)
+
     def upload(self) -> None:
         """Send the entries changed since the last call to the device, on the current stream; nothing to do on CPU."""
         if not self._changed:

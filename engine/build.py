@@ -14,6 +14,7 @@ import torch
 from engine.architecture import Architecture, from_llm
 from engine.attention_trace import AttentionTrace
 from engine.clocks import NormalisedClock
+from engine.drafting.build import drafter_of, proposer_of, share_of_pages
 from engine.kv_formats import FORMATS
 from engine.loader import load, random_weights
 from engine.model import DecoderWeights
@@ -76,7 +77,13 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
     shape, weights = _weights(scenario, choices, llm, device, DTYPES[dtype_name])
     if scenario.retention is not None and (shape.positions != "rope" or shape.window or ranks > 1):
         raise InputError("retention", "the engine drops pages of rotary networks without a window of their own, on one device", "leave it out")
-    blocks = _blocks(scenario, llm, gpu, shape, measured_use(scenario, shape, weights, device), dtype_name)
+    if scenario.speculation is not None and (scenario.retention is not None or ranks > 1):
+        raise InputError("speculation", "the engine verifies drafts on one device, and drops no pages meanwhile", "leave it out")
+    drafter = drafter_of(scenario, shape, weights)
+    use = measured_use(scenario, shape, weights, device)
+    if drafter is not None:
+        use = dataclasses.replace(use, weights=use.weights + drafter.bytes())
+    blocks = _blocks(scenario, llm, gpu, shape, use, dtype_name, share_of_pages(shape, drafter))
     longest = longest_sequence(scenario, blocks, shape.max_model_len)
     batching = scenario.policy.batching
     sizes = () if choices.eager or device.type != "cuda" else default_sizes(min(batching.max_batch_seqs, 256))
@@ -94,6 +101,7 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
     return Engine(
         runner, blocks, longest, shape.vocab, device_name(device, choices.threads), gpu.price_usd_per_h,
         {"torch": str(torch.__version__), "dtype": dtype_name, "weights": str(choices.weights.name) if choices.weights else "random"},
+        proposer_of(scenario, drafter, options),
     )  # fmt: skip
 
 
@@ -162,8 +170,8 @@ def _weights(scenario: Scenario, choices: Choices, llm: Llm, device: torch.devic
         raise InputError("llm", f"the weights of {llm.name} do not fit: {free / GIB:.1f} of {total / GIB:.1f} GiB are free") from None
 
 
-def _blocks(scenario: Scenario, llm: Llm, gpu: Gpu, shape: Architecture, use: MemoryUse, dtype: str) -> int:
-    """Blocks of the KV pool, by the memory model that the simulator uses, with measured terms in place of computed ones."""
+def _blocks(scenario: Scenario, llm: Llm, gpu: Gpu, shape: Architecture, use: MemoryUse, dtype: str, share: float) -> int:
+    """Blocks of the KV pool, by the memory model that the simulator uses, with measured terms in place of computed ones; ``share`` of the memory is its own."""
     cache, batching = scenario.kv_cache, scenario.policy.batching
     capacity = kv_capacity(
         llm, gpu, memory_fraction=cache.memory_fraction, block_tokens=cache.block_tokens, max_model_len=scenario.max_model_len or 1,
@@ -175,7 +183,7 @@ def _blocks(scenario: Scenario, llm: Llm, gpu: Gpu, shape: Architecture, use: Me
     if cache.blocks is not None:
         return cache.blocks
     # More than every seat could fill would only take time to clear.
-    return min(capacity.blocks, 1 + batching.max_batch_seqs * blocks_for(scenario.max_model_len or shape.max_model_len, cache.block_tokens))
+    return min(int(capacity.blocks * share), 1 + batching.max_batch_seqs * blocks_for(scenario.max_model_len or shape.max_model_len, cache.block_tokens))
 
 
 def measured_use(scenario: Scenario, shape: Architecture, weights: DecoderWeights, device: torch.device) -> MemoryUse:

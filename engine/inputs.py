@@ -79,7 +79,7 @@ class InputBuffers:
             counts = [len(seq.tokens) for seq in sequences]
         decodes = counts.count(1)
         # Transposed in C: a loop over hundreds of sequences per column would cost as much as the scheduler.
-        ids, tokens, start, blocks, wanted, _, dropped = zip(*sequences) if sequences else ((),) * 7
+        ids, tokens, start, blocks, wanted, _, dropped, _ = zip(*sequences) if sequences else ((),) * 8
         rows = list(map(tables.row, ids, blocks))
         flat = Flat(*(np.array(column, dtype=np.int64) for column in (counts, start, rows, wanted, dropped)))
         host = self._hosts[self._turn]

@@ -13,7 +13,8 @@ import traceback
 from collections.abc import Callable, Mapping
 
 from engine.clocks import RealClock
-from engine.loop import Left, Loop, Step, StepRunner, Submission
+from engine.loop import Loop, StepRunner
+from engine.messages import Left, Step, Submission
 from engine.run import Engine, build_loop
 from engine.sampling import SamplingParams
 from engine.step import StepInput

@@ -13,20 +13,22 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from engine.clocks import Clock
+from engine.drafted import Drafted
+from engine.drafting import Proposer
+from engine.flight import Decoding, Flight
+from engine.messages import Left, Observer, Step, Submission
 from engine.prompts import Prompts
-from engine.sampling import GREEDY, SamplingParams
 from engine.step import StepInput, StepOutput
 from engine.streams import Decodes, Stream, chunk_entries
 from engine.timeline import Timeline
 from engine.trials import run_one_by_one
 from serving.kv_tiers import Move
-from serving.plan import BatchPlan, StepResult
+from serving.plan import BatchPlan
 from serving.request import Request
 from serving.scheduler import Scheduler
-from serving.sequence import DECODING, ENDED, Sequence
 
 
 class StepRunner(Protocol):
@@ -39,82 +41,6 @@ class StepRunner(Protocol):
         """Wait for its tokens. Steps are collected in the order of their launch."""
 
 
-class Submission(NamedTuple):
-    """A request with its prompt. ``output_tokens`` pins the length; None: it ends at a stop token or at its limit."""
-
-    request: Request
-    prompt: list[int]
-    output_tokens: int | None = None
-    stop_tokens: frozenset[int] = frozenset()
-    sampling: SamplingParams = GREEDY
-
-
-class Left(NamedTuple):
-    """A request that has left. ``seq`` is None when it was refused; ``status``: stop, length, kv_capacity, aborted, error, rejected."""
-
-    request: Request
-    seq: Sequence | None
-    time_s: float
-    status: str
-    detail: str = ""
-
-
-class Step(NamedTuple):
-    """A step that was executed and committed, for accounts and records. Host seconds as measured."""
-
-    plan: BatchPlan
-    begin_s: float
-    end_s: float
-    duration_s: float
-    measured_s: float
-    reference_s: float
-    schedule_s: float
-    prepare_s: float
-    output: StepOutput
-    used_blocks: int
-    events_before_commits: list[int]  # by commit since the plan before: how many of the submissions and aborts this plan saw came first
-    finished: list[tuple[Sequence, str]]
-    gaps_s: list[float]  # between each token of this step and the one before it of the same request
-
-
-class Observer(Protocol):
-    """Told of what happens, in the engine's thread and in order."""
-
-    def submitted(self, request_id: int) -> None:
-        """A request was queued."""
-
-    def aborted(self, request_id: int) -> None:
-        """A request was dropped."""
-
-    def planned(self, plan: BatchPlan) -> None:
-        """A plan that is not empty was made."""
-
-    def stepped(self, step: Step) -> None:
-        """A step was committed."""
-
-    def left(self, left: Left) -> None:
-        """A request left."""
-
-
-class _Flight:
-    """A launched step: ``decodes`` and ``completing`` are the streams that get a token from it."""
-
-    __slots__ = ("batch", "completing", "decode_ids", "decodes", "due", "events_before_commits", "launched", "plan", "prepare_s", "schedule_s", "used_blocks")
-
-    def __init__(self, plan: BatchPlan, decodes: Decodes, completing: list[Stream]) -> None:
-        self.plan = plan
-        self.decode_ids = list(decodes.ids) if plan.decodes else []
-        self.decodes = list(decodes.streams) if plan.decodes else []
-        self.due = decodes.due(plan.clock) if plan.decodes else []  # streams that may end with this step
-        self.completing = completing
-        self.batch: StepInput
-        self.launched: object = None
-        self.used_blocks = 0
-        self.events_before_commits: list[int] = []
-        self.schedule_s = 0.0
-        self.prepare_s = 0.0
-
-
 class Loop:
     """One engine: a scheduler on a pool with named blocks, a runner, a clock. One thread drives it; ``offer`` and ``abort`` are for any thread.
 
@@ -124,8 +50,9 @@ class Loop:
 
     def __init__(
         self, scheduler: Scheduler, runner: StepRunner, clock: Clock, prompts: Prompts, *, observer: Observer | None = None,
-        on_tokens: Callable[[float, Mapping[int, tuple[int, ...]], list[Left]], None] | None = None,
+        on_tokens: Callable[[float, Mapping[int, tuple[int, ...]], list[Left]], None] | None = None, proposer: Proposer | None = None,
     ) -> None:  # fmt: skip
+        """``proposer`` makes the drafts of a scheduler that speculates."""
         self.scheduler = scheduler
         self.env = Timeline(clock.now_s)
         self.streams: dict[int, Stream] = {}
@@ -135,8 +62,11 @@ class Loop:
         self._observer = observer
         self._on_tokens = on_tokens
         self._watchers: list[Callable[[int, float, str], None]] = []
-        self._decodes = Decodes(scheduler.pool, ahead=scheduler.flight.limit > 1, retains=scheduler.policies.retention is not None)
-        self._flights: deque[_Flight] = deque()
+        self._decodes: Decoding = (
+            Decodes(scheduler.pool, ahead=scheduler.flight.limit > 1, retains=scheduler.policies.retention is not None)
+            if proposer is None else Drafted(scheduler.pool, proposer)
+        )  # fmt: skip
+        self._flights: deque[Flight] = deque()
         self._released: list[int] = []
         self._left: list[Left] = []
         self._open = False
@@ -267,9 +197,9 @@ class Loop:
             self._observer.planned(plan)
         if plan.decodes and plan.decodes != len(decodes.ids):
             decodes.drop_drained()
-        entries = decodes.entries(plan.clock) if plan.decodes else []
-        entries += chunk_entries(plan, self.streams, pool)
-        flight = _Flight(plan, decodes, [self.streams[seq.request_id] for seq in plan.completing])
+        entries = decodes.entries(plan) if plan.decodes else []
+        flight = Flight(plan, decodes, entries, [self.streams[seq.request_id] for seq in plan.completing])
+        entries = entries + chunk_entries(plan, self.streams, pool)
         for stream in flight.completing:
             decodes.add(stream)
         flight.batch = StepInput(entries, tuple(self._released), self._moves(plan))
@@ -296,7 +226,7 @@ class Loop:
             moves += [Move("in", key, block) for key, block in zip(keys, seq.table[first : first + len(keys)])]
         return moves
 
-    def _collect(self, flight: _Flight) -> StepOutput:
+    def _collect(self, flight: Flight) -> StepOutput:
         if isinstance(flight.launched, StepOutput):
             return flight.launched
         try:
@@ -313,60 +243,23 @@ class Loop:
         end_s = begin_s + lap.duration_s
         self.env.run_until(end_s)
         self._events_before_commits.append(self._events)
-        gaps_s = self._take_tokens(flight, output, end_s)
-        finished = self._finished(flight, output)
-        self.scheduler.commit(flight.plan, _result(flight.plan, output, end_s, finished))
+        gaps_s = flight.take_tokens(output, end_s, ahead=self.scheduler.flight.limit > 1)
+        finished = flight.finished(self.streams, output)
+        self.scheduler.commit(flight.plan, flight.result(output, end_s, finished))
         if self._observer is not None:
             self._observer.stepped(
                 Step(
                     flight.plan, begin_s, end_s, *lap, flight.schedule_s, flight.prepare_s, output, flight.used_blocks,
-                    flight.events_before_commits, finished, gaps_s,
+                    flight.events_before_commits, finished, gaps_s, (flight.drafts, flight.tested),
                 )
             )  # fmt: skip
         for seq, reason in finished:
             self._prompts.remember(seq.request, self.streams[seq.request_id].tokens)
             self._take_out(seq.request_id)
             self._leave(Left(seq.request, seq, end_s, reason, output.errors.get(seq.request_id, "")))
-        self._deliver(end_s, output.tokens)
+        self._deliver(end_s, flight.tokens)
         self.env.run_until(end_s)  # what the finishes caused at this very instant
         return end_s
-
-    def _take_tokens(self, flight: _Flight, output: StepOutput, end_s: float) -> list[float]:
-        """Append the step's tokens to their streams; returns the gaps to the tokens before."""
-        tokens, decodes = output.tokens, flight.decodes
-        rest = flight.completing
-        gaps_s = []
-        if output.errors or flight.plan.withdrawn or (self.scheduler.flight.limit > 1 and any(s.seq.state != DECODING for s in decodes)):
-            rest = decodes + rest  # not all of them want a token, or get one
-        else:
-            gaps_s = [end_s - stream.token_s for stream in decodes]
-            for stream, request_id in zip(decodes, flight.decode_ids):
-                stream.tokens.append(tokens[request_id][0])
-                stream.token_s = end_s
-        for stream in rest:
-            produced = tokens.get(stream.request.request_id)
-            if produced is not None and stream.seq.state != ENDED:
-                if stream.token_s == stream.token_s:
-                    gaps_s.append(end_s - stream.token_s)
-                stream.tokens.append(produced[0])
-                stream.token_s = end_s
-        return gaps_s
-
-    def _finished(self, flight: _Flight, output: StepOutput) -> list[tuple[Sequence, str]]:
-        """The sequences that end with the step, by id."""
-        finished = []
-        for request_id in output.errors:
-            stream = self.streams.get(request_id)
-            if stream is not None:
-                stream.seq.keys = None  # nothing that it computed may be shared
-                finished.append((stream.seq, "error"))
-        for stream in [*flight.due, *flight.completing]:
-            if stream.seq.state != ENDED and stream.request.request_id not in output.errors:
-                reason = stream.end_reason()
-                if reason is not None:
-                    finished.append((stream.seq, reason))
-        finished.sort(key=lambda pair: pair[0].request_id)
-        return finished
 
     # -- leaving --------------------------------------------------------------------------------------------------------
 
@@ -388,11 +281,3 @@ class Loop:
         left, self._left = self._left, []
         if self._on_tokens is not None:
             self._on_tokens(end_s, tokens, left)
-
-
-def _result(plan: BatchPlan, output: StepOutput, end_s: float, finished: list[tuple[Sequence, str]]) -> StepResult:
-    """What the scheduler is told: where decodes are walked one by one, that each got its token and how its attention was spread."""
-    if not plan.speculating:
-        return StepResult(end_s, finished)
-    entropy = {seq: output.entropy.get(seq.request_id, 1.0) for seq in plan.speculating} if output.entropy else None
-    return StepResult(end_s, finished, dict.fromkeys(plan.speculating, 1), entropy)

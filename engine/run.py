@@ -10,6 +10,8 @@ from typing import Any
 
 from engine.accounts import Accounts
 from engine.clocks import Clock
+from engine.drafting import Proposer
+from engine.drafting.prompt_lookup import PromptLookup
 from engine.loop import Loop, StepRunner
 from engine.prompts import Prompts
 from serving.catalog import load_gpu, load_llm
@@ -36,6 +38,7 @@ class Engine:
     device: str
     gpu_usd_per_h: float | None = None
     versions: Mapping[str, str] | None = None
+    proposer: Callable[[], Proposer] | None = None  # makes what drafts for one loop; None: prompt look-up
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ def check_servable(scenario: Scenario) -> None:
     """Raise InputError for what is simulated but not done by one engine."""
     if scenario.cluster.replicas != 1:
         raise InputError("cluster.replicas", f"one engine is one replica, not {scenario.cluster.replicas}", "set it to 1")
-    for where, asked in (("cluster.pools", scenario.cluster.pools), ("speculation", scenario.speculation), ("faults", scenario.faults),
+    for where, asked in (("cluster.pools", scenario.cluster.pools), ("faults", scenario.faults),
                          ("weights", scenario.weights), ("rollout", scenario.rollout), ("cluster.autoscaling", scenario.cluster.autoscaling),
                          ("workload.retry", scenario.workload.retry), ("sites", scenario.sites), ("stages", scenario.stages)):  # fmt: skip
         if asked:
@@ -63,6 +66,10 @@ def build_loop(scenario: Scenario, engine: Engine, clock: Clock, **options: Any)
     cache, batching = scenario.kv_cache, scenario.policy.batching
     if batching.max_in_flight > 2:
         raise InputError("policy.batching.max_in_flight", "the engine plans at most one step ahead", "1 or 2")
+    if scenario.speculation is not None:
+        if batching.max_in_flight > 1:
+            raise InputError("policy.batching.max_in_flight", "with speculation the next step needs this one's tokens", "1 at most")
+        options["proposer"] = engine.proposer() if engine.proposer is not None else PromptLookup()
     pool = KVPool(engine.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching, named=True, lower=tiers_of(scenario))
     scheduler = Scheduler(pool, policies_of(scenario), max_in_flight=batching.max_in_flight)
     return Loop(scheduler, engine.runner, clock, Prompts(scenario.seed, engine.vocab, cache.block_tokens), **options)
@@ -108,6 +115,8 @@ def serve_scenario(
             partial = True
         totals = accounts.totals(loop.scheduler, gpus=scenario.cluster.tensor_parallel, gpu_usd_per_h=engine.gpu_usd_per_h)
         summary = metrics.summary(scenario=scenario.name, seed=scenario.seed, totals=totals)
+        if scenario.speculation is not None:
+            summary["speculation"] = accounts.drafts()
         if writer is not None:
             writer.publish(
                 scenario=resolved(scenario, engine), seed=scenario.seed, device=engine.device, summary=summary, requests=metrics.columns(),

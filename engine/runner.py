@@ -26,8 +26,20 @@ from engine.kv_cache import KvCache
 from engine.logits import LogitsProcessor
 from engine.model import Decoder, DecoderWeights
 from engine.ops import load_ops
-from engine.sampling import NOT_FINITE, SamplingParams, request_seeds, sample, uniforms
-from engine.step import StepInput, StepOutput, StepTimes
+from engine.sampling import (
+    ACCEPTANCE,
+    DRAFTS,
+    INSTEAD,
+    NOT_FINITE,
+    PLAIN,
+    SamplingParams,
+    distribution,
+    request_seeds,
+    sample,
+    sample_against,
+    uniforms,
+)
+from engine.step import SequenceInput, StepInput, StepOutput, StepTimes
 from serving.errors import InputError
 
 
@@ -48,6 +60,7 @@ class RunnerOptions:
     ops: str | None = None
     seed: int = 0
     kv_format: str | None = None  # fp8, int8 or int4; None: as the activations
+    drafts: bool = False  # it proposes for another: draws from a stream of its own and reports what it drew from
 
 
 class InFlight(NamedTuple):
@@ -60,6 +73,7 @@ class InFlight(NamedTuple):
     marks: tuple[float, float, float, float]  # host clock: begin, prepared, launched, sampled
     events: tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event] | None  # begin, end of the computation, tokens on the host
     entropy: dict[int, float]  # of each request's last row, where attention is traced
+    probabilities: dict[int, Tensor]  # that each request's last row was drawn from, where it drafts
 
 
 #: The layout that stands for padding alone.
@@ -97,6 +111,7 @@ class Runner:
         self._last_tokens = torch.zeros(options.max_seqs + 1, dtype=torch.int32, device=device)
         self._weights_version = 0
         self._layout = NO_STEP
+        self._probabilities: dict[int, Tensor] = {}
         cuda = device.type == "cuda"
         sizes = options.graph_sizes if trace is None and (backend.capturable or not cuda) else ()
         sizes = tuple(size for size in sizes if size <= min(options.max_seqs, options.max_batch_tokens))
@@ -134,7 +149,8 @@ class Runner:
             tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
             events[2].record()
         entropy = {} if self._trace is None else self._trace.take_spread()
-        return InFlight(layout, path, tokens, layout.errors | errors, (begin, prepared, launched, time.perf_counter()), events, entropy)
+        marks = (begin, prepared, launched, time.perf_counter())
+        return InFlight(layout, path, tokens, layout.errors | errors, marks, events, entropy, self._take_probabilities())
 
     def collect(self, step: InFlight) -> StepOutput:
         """Wait for the step's tokens and return them."""
@@ -161,7 +177,7 @@ class Runner:
             post_s=time.perf_counter() - arrived,
             device_s=on_device,
         )
-        return StepOutput(tokens, step.path, times, errors, step.entropy)
+        return StepOutput(tokens, step.path, times, errors, step.probabilities, step.entropy)
 
     def warm_up(self) -> None:
         """Capture all graphs now rather than at first use."""
@@ -219,13 +235,46 @@ class Runner:
             logits, failed = apply_processors(logits, last, params)
             errors = {owners[row].request_id: reason for row, reason in failed.items()}
         draws = np.zeros(rows)
-        if any(p.temperature > 0 for p in params):
+        drawn = any(p.temperature > 0 for p in params)
+        if drawn:
             seeds = request_seeds(self.options.seed, [seq.request_id for seq in owners], [p.seed for p in params])
-            draws = uniforms(seeds, layout.row_positions)
+            draws = uniforms(seeds, layout.row_positions, DRAFTS if self.options.drafts else PLAIN)
         tokens = sample(logits, params, draws)
+        if drawn and self.options.drafts:
+            self._report(logits, owners)
+        if drawn and any(seq.drafted is not None for seq in layout.sequences):
+            verify_drawn(tokens, logits, layout, seeds)
         targets = self.inputs.device["targets"][:rows].long()
         self._last_tokens[targets] = tokens.clamp(min=0).to(torch.int32)
         return tokens, errors
+
+
+    def _report(self, logits: Tensor, owners: list[SequenceInput]) -> None:
+        for row, seq in enumerate(owners):
+            if seq.sampling.temperature > 0:
+                self._probabilities[seq.request_id] = distribution(logits[row : row + 1], [seq.sampling])[0]
+
+    def _take_probabilities(self) -> dict[int, Tensor]:
+        taken, self._probabilities = self._probabilities, {}
+        return taken
+
+
+def verify_drawn(tokens: Tensor, logits: Tensor, layout: StepLayout, seeds: np.ndarray) -> None:
+    """Put rejection sampling's choice into those rows of ``tokens`` whose draft was drawn from known probabilities; ``seeds`` are by row."""
+    rows, drafts, proposed, first = [], [], [], 0
+    for seq in layout.sequences:
+        if seq.drafted is not None and seq.sampling.temperature > 0:
+            rows += range(first, first + len(seq.tokens) - 1)
+            drafts += seq.tokens[1:]
+            proposed.append(seq.drafted)
+        first += seq.sampled_rows
+    if not rows:
+        return
+    index = torch.tensor(rows, device=logits.device)
+    params = [layout.sequences[layout.row_owner[row]].sampling for row in rows]
+    draws, instead = (uniforms(seeds[rows], layout.row_positions[rows], stream) for stream in (ACCEPTANCE, INSTEAD))
+    chosen = sample_against(logits[index], params, torch.tensor(drafts, device=logits.device), torch.cat(proposed).to(logits.device), draws, instead)
+    tokens[index] = torch.where(tokens[index] == NOT_FINITE, NOT_FINITE, chosen)
 
 
 def apply_processors(logits: Tensor, last_tokens: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, dict[int, str]]:

@@ -44,6 +44,10 @@ class SamplingParams:
 
 GREEDY = SamplingParams()
 
+#: Streams of random numbers: a token's own, a draft's, whether the draft is accepted, what comes in its stead.
+PLAIN, DRAFTS, ACCEPTANCE, INSTEAD = range(4)
+_STREAMS = np.array([0, 0x6A09E667F3BCC909, 0xBB67AE8584CAA73B, 0x3C6EF372FE94F82B], dtype=np.uint64)  # fractions of square roots of primes
+
 
 def _mix(x: np.ndarray) -> np.ndarray:
     """SplitMix64's output function (Steele, Lea and Flood 2014) on uint64, wrapping."""
@@ -61,9 +65,12 @@ def request_seeds(engine_seed: int, request_ids: Sequence[int], seeds: Sequence[
     return np.where([seed is None for seed in seeds], derived, own)
 
 
-def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return one number in [0, 1 − 2⁻³²] per (seed, position), float64: a counter-based stream, the same on every device."""
-    bits = _mix(_mix(seeds.astype(np.uint64)) ^ positions.astype(np.uint64))
+def uniforms(seeds: np.ndarray, positions: np.ndarray, stream: int = 0) -> np.ndarray:
+    """Return one number in [0, 1 − 2⁻³²] per (seed, position), float64: a counter-based stream, the same on every device.
+
+    Numbers of different ``stream``s have nothing to do with each other.
+    """
+    bits = _mix(_mix(seeds.astype(np.uint64) ^ _STREAMS[stream]) ^ positions.astype(np.uint64))
     return (bits >> np.uint64(32)).astype(np.float64) * 2.0**-32
 
 
@@ -89,6 +96,29 @@ def _column(values: list, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
 
 
+def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Return the probabilities that each row of ``logits`` [R, vocab] samples by, float64; its temperature is not 0."""
+    scaled = logits.double() / _column([p.temperature for p in params], logits.device)
+    if all(p.top_p == 1.0 and p.top_k == 0 for p in params):
+        return scaled.softmax(-1)
+    probabilities, order = _cut(scaled, params)
+    return torch.zeros_like(scaled).scatter_(-1, order, probabilities / probabilities.sum(-1, keepdim=True))
+
+
+def sample_against(logits: Tensor, params: Sequence[SamplingParams], drafts: Tensor, proposed: Tensor, draws: np.ndarray, instead: np.ndarray) -> Tensor:
+    """Return for each row its draft, or what comes in its stead, so that tokens are distributed as if there had been no drafts.
+
+    A draft x from probabilities q, here ``proposed`` [R, vocab], is accepted with probability min(1, p(x)/q(x)), else the token is drawn from
+    the positive part of p − q (Leviathan et al. 2023). ``draws`` and ``instead`` [R] are uniform numbers. A token drawn instead is never the draft.
+    """
+    p, q, at = distribution(logits, params), proposed.double(), drafts[:, None]
+    chance = (p.gather(-1, at) / q.gather(-1, at))[:, 0]
+    rest = (p - q).clamp(min=0)
+    some = rest.sum(-1, keepdim=True) > 0  # where p is q nothing is left, and the draft is accepted for certain
+    other = _inverse_cdf(torch.where(some, rest, p), _column(instead.tolist(), logits.device))[:, 0]
+    return torch.where(_column(draws.tolist(), logits.device)[:, 0] < chance, drafts, other)
+
+
 def _inverse_cdf(probabilities: Tensor, draws: Tensor) -> Tensor:
     """Return the first index whose cumulative probability exceeds ``draws`` · total: never one of probability 0."""
     cumulative = probabilities.cumsum(-1)
@@ -101,6 +131,12 @@ def _sample_full(scaled: Tensor, params: list[SamplingParams], draws: Tensor) ->
 
 
 def _sample_cut(scaled: Tensor, params: list[SamplingParams], draws: Tensor) -> Tensor:
+    probabilities, order = _cut(scaled, params)
+    return order.gather(-1, _inverse_cdf(probabilities, draws))[:, 0]
+
+
+def _cut(scaled: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+    """Return each row's probabilities by falling order, 0 beyond top-k and top-p (they sum to less than 1 then), and the order."""
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     vocab = scaled.shape[-1]
     limit = _column([p.top_k or vocab for p in params], scaled.device)
@@ -108,5 +144,4 @@ def _sample_cut(scaled: Tensor, params: list[SamplingParams], draws: Tensor) -> 
     probabilities = ordered.softmax(-1)
     # A token stays while those before it hold less than top_p: the first always does.
     before = probabilities.cumsum(-1) - probabilities
-    probabilities = probabilities * (before < _column([p.top_p for p in params], scaled.device))
-    return order.gather(-1, _inverse_cdf(probabilities, draws))[:, 0]
+    return probabilities * (before < _column([p.top_p for p in params], scaled.device)), order

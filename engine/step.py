@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torch import Tensor
+
 from engine.graphs import StepPath
 from engine.sampling import GREEDY, SamplingParams
 from serving.kv_tiers import Move
@@ -20,7 +22,8 @@ class SequenceInput(NamedTuple):
     ``tokens`` are processed now, at positions ``start``, ``start + 1``...; ``start`` tokens are in the cache already, less the ``dropped`` ones
     (whole blocks, which its table lists no more; keys are rotated by their positions, so those that are left need not know). ``block_table`` lists the
     sequence's blocks in order and covers the new tokens. ``sampled_rows`` counts the last positions whose next token is sampled: 0 for a
-    chunk that does not complete the prompt, 1 normally, k + 1 to verify k drafted tokens.
+    chunk that does not complete the prompt, 1 normally, k + 1 to verify k drafted tokens: those behind the first. ``drafted`` [k, vocab] holds
+    the probabilities that they were drawn from, where they were: each row's token is then the draft as often as rejection sampling accepts it.
     """
 
     request_id: int
@@ -30,6 +33,7 @@ class SequenceInput(NamedTuple):
     sampled_rows: int = 1
     sampling: SamplingParams = GREEDY
     dropped: int = 0
+    drafted: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +72,5 @@ class StepOutput:
     path: StepPath
     times: StepTimes
     errors: dict[int, str] = field(default_factory=dict)
+    probabilities: dict[int, Tensor] = field(default_factory=dict)  # each request's last row was drawn from; only of a network that drafts
     entropy: dict[int, float] = field(default_factory=dict)  # of the attention of each request's last row, over its maximum; only with a trace

@@ -102,15 +102,16 @@ class Decodes:
         """The streams that may end with decode step ``clock``: at their limit, or with a token that stops them."""
         return [stream for stream, due in zip(self.streams, self._due) if due <= clock or (self._stopping and stream.stop_tokens)]
 
-    def entries(self, clock: int) -> list[SequenceInput]:
-        """The decodes of decode step ``clock``; names the blocks that it begins."""
+    def entries(self, plan: BatchPlan) -> list[SequenceInput]:
+        """The decodes of ``plan``; names the blocks that they begin."""
+        clock = plan.clock
         starts = [offset + clock for offset in self._offsets]
         width = self._pool.block_tokens
         for at in [at for at, start in enumerate(starts) if not start % width]:
             self._pool.name_blocks(self.streams[at].seq, starts[at] + 1)
         last = repeat((LAST_SAMPLED,)) if self._ahead else zip([tokens[-1] for tokens in self._tokens])
         dropped = [stream.seq.dropped * width for stream in self.streams] if self._retains else repeat(0)
-        rows = zip(self.ids, last, starts, self._tables, repeat(1), self._sampling, dropped)
+        rows = zip(self.ids, last, starts, self._tables, repeat(1), self._sampling, dropped, repeat(None))
         return list(map(tuple.__new__, repeat(SequenceInput), rows))
 
 

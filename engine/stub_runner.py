@@ -50,11 +50,11 @@ class StubRunner:
         for sequence in batch.sequences:
             if sequence.request_id in errors:
                 continue
-            digest = self._write(sequence) if self._check else sequence.start
+            digests = self._write(sequence) if self._check else range(sequence.start, sequence.start + len(sequence.tokens))
             if sequence.sampled_rows:
-                token = digest % self._vocab
-                self._last[sequence.request_id] = token
-                tokens[sequence.request_id] = (token,)
+                sampled = tuple(digest % self._vocab for digest in digests[-sequence.sampled_rows :])
+                self._last[sequence.request_id] = sampled[-1]
+                tokens[sequence.request_id] = sampled
         return batch, tokens, errors
 
     def _move(self, kind: str, key: object, block: int) -> None:
@@ -72,8 +72,8 @@ class StubRunner:
         times = StepTimes(0.0, 0.0, 0.0, 0.0, self._duration_s(batch))
         return StepOutput(tokens, StepPath("eager", sum(len(sequence.tokens) for sequence in batch.sequences), 0), times, errors)
 
-    def _write(self, sequence: SequenceInput) -> int:
-        """Put the new tokens behind those in the cache; returns the digest of the whole text."""
+    def _write(self, sequence: SequenceInput) -> list[int]:
+        """Put the new tokens behind those in the cache; returns the digest of the text up to each."""
         table, width, start = sequence.block_table, self._width, sequence.start
         end = start + len(sequence.tokens)
         assert len(table) == -(-end // width), f"request {sequence.request_id}: {len(table)} blocks for {end} tokens"
@@ -83,6 +83,7 @@ class StubRunner:
         assert found[: len(context)] == context, f"request {sequence.request_id}: somebody wrote into its blocks"
         context[:] = found
         digest = self._digest(sequence.request_id, table, start - 1) if start else 0
+        digests = []
         for position, token in enumerate(sequence.tokens, start):
             value = self._last[sequence.request_id] if token == LAST_SAMPLED else token
             digest = (digest * 1_000_003 + value + 1) & 0xFFFFFFFFFFFF
@@ -90,7 +91,8 @@ class StubRunner:
             del block[position % width :]
             assert len(block) == position % width, f"request {sequence.request_id}: position {position} leaves a hole in its block"
             block.append(digest)
-        return digest
+            digests.append(digest)
+        return digests
 
     def _digest(self, request_id: int, table: list[int], position: int) -> int:
         """The digest that the cache holds at ``position``."""

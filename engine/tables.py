@@ -30,6 +30,13 @@ def print_run(summary: Mapping[str, Any], device: str, file: IO[str]) -> None:
     said = ", ".join(f"{value:.1f} {name} a second" for name, value in rates if value is not None)
     used = f"KV pool {kv['mean']:.0%} full on average, {kv['max']:.0%} at most" if kv["mean"] is not None else ""
     print("\n" + "; ".join(part for part in (said, used) if part), file=file)
+    drafts = summary.get("speculation")
+    if drafts and drafts["acceptance"] is not None:
+        print(
+            f"{drafts['draft_tokens']:.2f} drafts a decode, {drafts['acceptance']:.1%} of those reached accepted, "
+            f"{drafts['acceptance_length']:.2f} tokens a decode and step",
+            file=file,
+        )
 
 
 def print_profile(measured: Measured, target: float, file: IO[str]) -> None:

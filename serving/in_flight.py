@@ -34,7 +34,7 @@ class InFlight:
                 tokens += 1
             elif seq in plan.departed or _decodes_in(plan, seq):
                 plan.withdrawn += 1
-                tokens += 1
+                tokens += not plan.speculating  # walked decodes count their tokens at commit
         return tokens
 
     def depart(self, seq: Sequence) -> None:

@@ -50,6 +50,7 @@ class BatchPlan:
     loads: Seq[int] = ()  # pages read back from each lower KV tier before the step's attention can run
     reloads: Seq[tuple[Sequence, int, tuple]] = ()  # what is read back: (sequence, position of the first page in its table, keys)
     speculating: Seq[Sequence] = ()  # the decoding sequences, where each also verifies ``query_tokens_per_decode - 1`` drafts
+    accepted: Seq[int] = ()  # once committed, where it verified drafts: the tokens that each of ``speculating`` got
     preempted: Seq[Sequence] = ()
     ended: Seq[Sequence] = ()
     departed: Seq[Sequence] = ()  # decode in it, but were preempted or reached their cap while it was in flight

@@ -67,7 +67,7 @@ class Recording:
             self._plans.append(
                 (
                     plan.step, plan.now_s, end_s, submitted, aborted, chunks,
-                    [seq.request_id for seq in plan.preempted], [], [seq.request_id for seq, _ in finished], replica,
+                    [seq.request_id for seq in plan.preempted], [], [seq.request_id for seq, _ in finished], replica, list(plan.accepted),
                 )
             )  # fmt: skip
             self._plans.flush_if_full()

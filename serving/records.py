@@ -31,7 +31,8 @@ FLUSH_ROWS = 65536
 _INFO_KEYS = ("twinserve", "scenario", "seed", "commit", "device", "partial", "versions")
 
 # Column -> type. ``graph``: captured batch size that the step was padded to, 0 when it ran eagerly. ``steps``: a row may stand for a
-# run of so many decode-only steps; ``duration_s`` is then the whole run's and ``decode_context_tokens`` the first step's.
+# run of so many decode-only steps; ``duration_s`` is then the whole run's and ``decode_context_tokens`` the first step's. ``accepted``: where
+# decodes verified drafts, the tokens that each got, in the order of admission; runs recorded before there were any lack the column.
 REQUEST_COLUMNS = {
     "request_id": "int64", "class": "text", "arrival_s": "float64", "prompt_tokens": "int32", "cached_tokens": "int32", "output_tokens": "int32",
     "scheduled_s": "float64", "first_token_s": "float64", "finish_s": "float64", "preemptions": "int32", "replica": "int32", "status": "text",
@@ -42,7 +43,7 @@ STEP_COLUMNS = {
 }  # fmt: skip
 PLAN_COLUMNS = {
     "step": "int64", "schedule_s": "float64", "commit_s": "float64", "submitted": "ids", "aborted": "ids", "chunks": "chunks",
-    "preempted": "ids", "swapped": "ids", "finished": "ids", "replica": "int32",
+    "preempted": "ids", "swapped": "ids", "finished": "ids", "replica": "int32", "accepted": "ids",
 }  # fmt: skip
 # What a request passed before a replica saw it, where a scenario has stages or sites: from ``entered_s`` it waited, from ``started_s`` it was
 # served; ``network`` is the way to the site that served it. ``outcome``: which cache answered, if one did.
@@ -249,7 +250,8 @@ class Run:
     @cached_property
     def plans(self) -> pd.DataFrame:
         """One row per plan, with the decisions it held."""
-        return _read_table(self.path / "plans.parquet", PLAN_COLUMNS, "plans are recorded on request only")
+        needed = {name: kind for name, kind in PLAN_COLUMNS.items() if name != "accepted"}
+        return _read_table(self.path / "plans.parquet", needed, "plans are recorded on request only")
 
     @cached_property
     def stages(self) -> pd.DataFrame:

@@ -54,6 +54,8 @@ def commit_accepted(scheduler: Scheduler, plan: BatchPlan, tokens: dict[Sequence
     Raises ValueError for a number that the step cannot have yielded.
     """
     width = plan.query_tokens_per_decode
+    if width > 1:
+        plan.accepted = [tokens.get(seq, 0) for seq in plan.speculating]
     for seq in plan.speculating:
         if seq.state != DECODING:
             continue  # aborted while in flight

@@ -53,4 +53,4 @@ def adapter_report(replicas: Iterable[Replica], priced_by: LatencyModel) -> dict
     """The ``adapters`` part of summary.json: loads, the share of sequences that found theirs in a slot, seconds spent loading."""
     slots = [replica.scheduler.policies.adapters for replica in replicas]
     loads, hits = sum(one.loads for one in slots), sum(one.hits for one in slots)
-    return {"loads": loads, "hit_rate": hits / (hits + loads) if hits + loads else None, "load_s": loads * priced_by.load_s}
+    return {"loads": loads, "hit_rate": hits / (hits + loads) if hits + loads else None, "load_s": loads * getattr(priced_by, "load_s", 0.0)}

@@ -18,7 +18,7 @@ class Oracle:
     """Tells which sequences end with a step. A decoding sequence ends at a decode clock known when its prefill completes."""
 
     def __init__(self, acceptance: float = 0.0, rng: np.random.Generator | None = None) -> None:
-        """``acceptance`` is the probability that a draft token is accepted; ``rng`` draws, where drafts are made."""
+        """``acceptance`` is the probability that a draft token is accepted; ``rng`` draws, where drafts are made, or reads what a run recorded."""
         self._acceptance = acceptance
         self._rng = rng
         self._output_tokens: dict[int, int] = {}

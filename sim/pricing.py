@@ -36,6 +36,8 @@ def price(scenario: Scenario, llm: Llm, gpu: Gpu, layout: Layout, links: GroupLi
             weight_dtype=dtype, kv_dtype="bf16" if cache.dtype == "auto" else cache.dtype, where=scenario.latency.where,
         )  # fmt: skip
 
+    if scenario.latency.name == "recorded":
+        return build(llm, None)  # what was measured includes drafts, adapters and all
     dtype = None if cluster.weight_dtype == "auto" else cluster.weight_dtype
     if weights is None:
         model = build(llm, dtype)

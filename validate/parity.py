@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ class Row(NamedTuple):
     events: list[Event]
     events_before_commits: list[int] | None
     finished: list[int]
+    accepted: list[int]
     decided: dict[str, Any]
 
 
@@ -217,7 +218,7 @@ class _Replay:
                 seq.keys = None  # as the engine does: nothing that it computed may be shared
             capped = self._recorded.output_tokens[request_id] >= seq.request.max_output_tokens
             finished.append((seq, "error" if status == "error" else "length" if capped else "stop"))
-        tokens = dict.fromkeys(plan.speculating, 1) if plan.speculating else None  # walked decodes, without drafts
+        tokens = dict(zip(plan.speculating, row.accepted or repeat(1))) if plan.speculating else None  # without drafts one each
         self.scheduler.commit(plan, StepResult(row.commit_s, finished, tokens))
         self._committed += 1
 
@@ -276,7 +277,7 @@ def _rows(run: Run, told_s: dict[int, float], finish_s: dict[int, float], refuse
         while refused and refused[0].time_s <= plan.schedule_s:
             seen.append(refused.popleft())
         events = _merged(_merged(submitted, seen), aborted)
-        yield Row(plan.schedule_s, plan.commit_s, events, before, [int(one) for one in plan.finished], decided)
+        yield Row(plan.schedule_s, plan.commit_s, events, before, [int(one) for one in plan.finished], [int(one) for one in getattr(plan, "accepted", ())], decided)
 
 
 def _merged(submitted: list[Event], others: list[Event]) -> list[Event]:

@@ -153,7 +153,7 @@ def _add_step(writer: RunWriter, step: dict[str, Any], begin_s: float, end_s: fl
     )  # fmt: skip
     chunks = [{"request_id": one, "new_tokens": new} for one, new, _ in step["chunks"]]
     writer.plans.append(
-        (step["step"], begin_s, end_s, step["submitted"], [], chunks, step["preempted_ids"], [], sorted(step["finished"]), 0)
+        (step["step"], begin_s, end_s, step["submitted"], [], chunks, step["preempted_ids"], [], sorted(step["finished"]), 0, [])
     )  # fmt: skip
     writer.engine_steps.append(
         (

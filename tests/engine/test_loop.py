@@ -8,7 +8,7 @@ import pytest
 
 from engine.clocks import NormalisedClock, RealClock, ReportedClock
 from engine.graphs import StepPath
-from engine.loop import Submission
+from engine.messages import Submission
 from engine.run import Engine, build_loop, serve_scenario
 from engine.step import StepInput, StepOutput, StepTimes
 from engine.stub_runner import StubRunner

@@ -15,7 +15,7 @@ from serving.records import RunWriter, TableLog, open_run
 
 NAN = float("nan")
 STEPS = [(0, 0, 0.5, 0.1, 512, 1, 0, 0, 32, 0, 0, 1), (1, 1, 0.6, 0.2, 0, 0, 8, 4096, 40, 8, 1, 5)]
-PLANS = [(0, 0.5, 0.6, [4, 5], [], [(4, 512)], [], [], [], 0), (1, 0.6, 0.8, [], [9], [], [4], [], [5], 1)]
+PLANS = [(0, 0.5, 0.6, [4, 5], [], [(4, 512)], [], [], [], 0, []), (1, 0.6, 0.8, [], [9], [], [4], [], [5], 1, [3, 1])]
 
 
 def request_columns() -> dict[str, np.ndarray]:
@@ -51,7 +51,7 @@ def test_what_is_written_is_read_back(tmp_path):
     assert run.requests["class"].tolist() == ["p0", "p1"] and run.requests["status"].tolist() == ["rejected", "completed"]
     assert run.steps.values.tolist() == [list(item) for item in STEPS]
     assert run.plans["chunks"].iloc[0].tolist() == [{"request_id": 4, "new_tokens": 512}]
-    assert run.plans["aborted"].iloc[1].tolist() == [9]
+    assert run.plans["aborted"].iloc[1].tolist() == [9] and run.plans["accepted"].iloc[1].tolist() == [3, 1]
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["run"]  # no temporary left
 
 
