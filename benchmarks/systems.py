@@ -51,6 +51,13 @@ EFFECTS = {
         "eight slots": (), "a blocked head blocks": ("adapters.max_bypasses=0",)}),
     "B2": Effect("kv-offload", (*LATENCY, "prefix_cache_hit_rate"), {
         "host tier": (), "none": ("kv_cache.tiers=[]",), "never read back": ("policy.reload=never",)}),
+    "B3": Effect("stage-cache", ("stages.0.time_s.mean", "stages.0.time_s.p99", "stages.0.cache.hit_rate", "ttft_s.mean", "ttft_s.p99"), {
+        "predicted": (), "always": ("stages.0.cache.branch=always",), "never": ("stages.0.cache.branch=never",)}),
+    "B4": Effect("retrieval-cache", ("stages.0.time_s.mean", "stages.0.requests", "stages.0.served", *(f"stages.0.retrieval.{tier}.hit_rate" for tier in ("answers", "results", "texts")),
+        "stages.0.retrieval.peak_bytes", "ttft_s.mean", "e2e_s.mean"), {
+        "three tiers": (), "no answers": ("stages.0.retrieval.answers=null",),
+        "documents only": ("stages.0.retrieval.answers=null", "stages.0.retrieval.results=null"),
+        "none": tuple(f"stages.0.retrieval.{tier}=null" for tier in ("answers", "results", "texts"))}),
     "B6": Effect("kv-sharding", (*LATENCY, "kv_utilisation.max", "load_factor"), {
         "head": ("policy.sharding=head",), "layer": ("policy.sharding=layer",), "sequence": ("policy.sharding=sequence",)}),
     "B7": Effect("chat-8b", ("kv_utilisation.max", "tpot_s.mean", "e2e_s.mean"), {
@@ -75,7 +82,7 @@ def figure(summary: dict[str, Any], path: str) -> Any:
     """The value at a dotted path, rounded for print; None where the run has none."""
     value: Any = summary
     for key in path.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
+        value = value[int(key)] if isinstance(value, list) else value.get(key) if isinstance(value, dict) else None
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 

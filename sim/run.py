@@ -78,7 +78,7 @@ def simulate(
         stage_log = None if writer is None else writer.stages
         cluster = build_fleet(scenario, parts, metrics, stepwise=stepwise, audit=audit, recording=_recording(writer, parts), stage_log=stage_log)
         dynamics = attach(cluster, scenario, parts, metrics)
-        front = Front(cluster, scenario.stages, scenario.seed, stage_log) if scenario.stages else cluster
+        front = Front(cluster, scenario, metrics, stage_log) if scenario.stages else cluster
         _start(
             front, arrivals, workload=scenario.workload, seed=scenario.seed, block_tokens=scenario.kv_cache.block_tokens, saturation_rps=saturation,
             max_model_len=longest_request(scenario, parts), prefix_caching=scenario.kv_cache.prefix_caching,

@@ -1,12 +1,13 @@
 """Stages before the model: stations that every request passes in order, each once, before a replica sees it.
 
-First come, first served, so that the time at which a request leaves is known when it comes: a station keeps the time at which
-each server will be free, and one event a request and stage is all there is.
+First come, first served, so that the time at which a request is done is known when it comes: a station keeps the time at which each
+server will be free, and one event a request and stage is all there is. A stage that remembers (``sim.recall``) is looked at before that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from heapq import heapreplace
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from serving.errors import InputError
 from serving.histogram import Histogram
+from serving.metrics import COMPLETED, Metrics
 from serving.records import TableLog
 from serving.request import Request
 from serving.rng import stream
@@ -24,6 +26,7 @@ from serving.workload.lengths import largest_tokens, one_by_one, seconds, tokens
 from sim.cluster import Cluster
 from sim.disaggregation import Disaggregated
 from sim.environment import ARRIVAL
+from sim.recall import Keyed, Memory, Recall, asked
 from sim.replica import Replica
 from sim.rollout import Split
 from sim.sites import SiteFleet
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from sim.fleet import Parts
 
 _FLUSH = 4096
+ANSWERED = ("stop", "length")
 
 
 def longest_request(scenario: Scenario, parts: dict[str, Parts]) -> int:
@@ -54,41 +58,54 @@ def longest_request(scenario: Scenario, parts: dict[str, Parts]) -> int:
     return longest
 
 
+class Passage:
+    """One request on its way through the stages of the place where it entered."""
+
+    __slots__ = ("entered_s", "index", "key", "outcome", "output_tokens", "request", "started_s", "stations")
+
+    def __init__(self, request: Request, output_tokens: int, key: int, stations: list[Station]) -> None:
+        self.request, self.output_tokens, self.key, self.stations = request, output_tokens, key, stations
+        self.index = 0
+        self.entered_s = self.started_s = math.nan
+        self.outcome = ""
+
+
 class Station:
     """One stage at one place."""
 
-    def __init__(self, spec: FrontStage, place: str, seed: int) -> None:
-        self.spec = spec
-        self.place = place
-        self.requests = 0
+    def __init__(self, spec: FrontStage, place: str, seed: int, memory: Memory | None = None) -> None:
+        name = f"stages.{spec.name}.{place}"
+        self.spec, self.place, self.memory = spec, place, memory
+        self.requests = 0  # that a server served
         self.busy_s = 0.0
         self._free_s = [0.0] * spec.servers  # when each server will have done what it has, a heap
-        self._service_s = one_by_one(seconds(spec.service_s, stream(seed, f"stages.{spec.name}.{place}.service")))
-        self._comes = repeat(0.0) if spec.share == 1 else one_by_one(stream(seed, f"stages.{spec.name}.{place}.share").random)
-        self._tokens = spec.adds_tokens and one_by_one(
-            tokens(spec.adds_tokens, stream(seed, f"stages.{spec.name}.{place}.tokens"), least=0)
-        )
-        self._waits_s: list[float] = []
-        self._times_s: list[float] = []
-        self.wait, self.service = Histogram(), Histogram()
+        self._service_s = one_by_one(seconds(spec.service_s, stream(seed, f"{name}.service")))
+        self._comes = repeat(0.0) if spec.share == 1 else one_by_one(stream(seed, f"{name}.share").random)
+        self._tokens = spec.adds_tokens and one_by_one(tokens(spec.adds_tokens, stream(seed, f"{name}.tokens"), least=0))
+        self._noted: tuple[list[float], ...] = ([], [], [])
+        self.wait, self.service, self.whole = Histogram(), Histogram(), Histogram()
 
     def takes(self, request: Request) -> bool:
         """Whether the request is served here; decided once for each."""
         return (not self.spec.classes or request.class_name in self.spec.classes) and next(self._comes) < self.spec.share
 
     def enter(self, now_s: float) -> tuple[float, float]:
-        """A request comes; returns when it is begun and when it is done."""
+        """A request comes to the servers; returns when it is begun and when it is done."""
         service_s = next(self._service_s)
         start_s = max(now_s, self._free_s[0])
         end_s = start_s + service_s
         heapreplace(self._free_s, end_s)
         self.requests += 1
         self.busy_s += service_s
-        self._waits_s.append(start_s - now_s)
-        self._times_s.append(service_s)
-        if len(self._waits_s) >= _FLUSH:
-            self.flush()
+        self._noted[0].append(start_s - now_s)
+        self._noted[1].append(service_s)
         return start_s, end_s
+
+    def left(self, whole_s: float) -> None:
+        """A request leaves, ``whole_s`` after it came."""
+        self._noted[2].append(whole_s)
+        if len(self._noted[2]) >= _FLUSH:
+            self.flush()
 
     def changed(self, request: Request) -> Request:
         """What comes out: the request with the tokens that were added behind its prompt."""
@@ -99,8 +116,8 @@ class Station:
         return request._replace(prompt_tokens=request.prompt_tokens + added, generated_hash_seed=None)
 
     def flush(self) -> None:
-        """Put the waits and service times that were noted into the histograms."""
-        for times, histogram in ((self._waits_s, self.wait), (self._times_s, self.service)):
+        """Put the times that were noted into the histograms."""
+        for times, histogram in zip(self._noted, (self.wait, self.service, self.whole)):
             histogram.add(np.array(times))
             times.clear()
 
@@ -109,18 +126,24 @@ class Front:
     """The stages before a fleet, with the interface of one ``Cluster``."""
 
     def __init__(
-        self, fleet: Cluster | Disaggregated | Split | SiteFleet, stages: Sequence[FrontStage], seed: int, log: TableLog | None
+        self, fleet: Cluster | Disaggregated | Split | SiteFleet, scenario: Scenario, metrics: Metrics, log: TableLog | None
     ) -> None:
-        self.env = fleet.env
-        self.fleet = fleet
+        """Raises InputError for a mistake in a policy."""
+        self.env, self.fleet = fleet.env, fleet
         self.arrived = 0
         self.arrivals_end_s = 0.0
         self._inside = 0
         self._end_s = 0.0
-        self._log = log
+        self._log, self._metrics = log, metrics
         self._entrance: Callable[[Request], int] = fleet.entrances.of if isinstance(fleet, SiteFleet) else lambda request: 0
         places = fleet.places if isinstance(fleet, SiteFleet) else {0: ""}
-        self._stations = {place: [Station(spec, name, seed) for spec in stages] for place, name in places.items()}
+        self._stations = {place: _stations(scenario, name) for place, name in places.items()}
+        queries = scenario.workload.queries
+        self._keys = repeat(0) if queries is None else asked(queries, scenario.seed)
+        self._watchers: list[Callable[[int, float, str], None]] = []
+        self._unanswered: dict[int, Passage] = {}  # whose answers will be remembered
+        if any(_answers(column) is not None for column in self._stations.values()):
+            fleet.on_outcome(self._remember)
 
     # -- the interface of a cluster -------------------------------------------------------------------------------------
 
@@ -149,10 +172,11 @@ class Front:
         self.arrived += 1
         self.arrivals_end_s = self.env.now
         self._inside += 1
-        self._pass(request, output_tokens, self._stations[self._entrance(request)], 0)
+        self._go_on(Passage(request, output_tokens, next(self._keys), self._stations[self._entrance(request)]))
 
     def on_outcome(self, watcher: Callable[[int, float, str], None]) -> None:
         """Call ``watcher(request_id, time_s, status)`` when a request leaves, at that time."""
+        self._watchers.append(watcher)
         self.fleet.on_outcome(watcher)
 
     def drain(self) -> None:
@@ -161,42 +185,134 @@ class Front:
 
     # -- stages ---------------------------------------------------------------------------------------------------------
 
-    def _pass(self, request: Request, output_tokens: int, stations: list[Station], first: int) -> None:
-        """Go on from stage ``first``."""
-        for index in range(first, len(stations)):
-            if stations[index].takes(request):
-                self._serve(request, output_tokens, stations, index)
+    def _go_on(self, passage: Passage) -> None:
+        """To the next stage that takes the request, or to the fleet."""
+        stations = passage.stations
+        while passage.index < len(stations):
+            station = stations[passage.index]
+            if station.takes(passage.request):
+                passage.entered_s = self.env.now
+                passage.outcome = ""
+                if station.memory is None:
+                    self._serve(passage)
+                else:
+                    self._look(passage, station.memory)
                 return
+            passage.index += 1
         self._inside -= 1
-        self.fleet.submit(request, output_tokens)
+        if _answers(stations) is not None:
+            self._unanswered[passage.request.request_id] = passage
+        self.fleet.submit(passage.request, passage.output_tokens)
 
-    def _serve(self, request: Request, output_tokens: int, stations: list[Station], index: int) -> None:
-        station, now_s = stations[index], self.env.now
-        start_s, end_s = station.enter(now_s)
+    def _look(self, passage: Passage, memory: Memory) -> None:
+        now_s = self.env.now
+        found = memory.look(passage.key, now_s)
+        passage.outcome = found.outcome
+        passage.started_s = now_s
+        if found.answer_tokens is not None:
+            self._after(found.seconds, lambda event: self._answer(passage, found.answer_tokens))
+        elif found.served:
+            self._after(found.seconds, lambda event: self._served(passage))
+        else:
+            self._after(found.seconds, lambda event: self._serve(passage))
+
+    def _after(self, delay_s: float, action: Callable[[object], None]) -> None:
+        if delay_s:
+            self.env.at(self.env.now + delay_s, action, ARRIVAL)
+        else:
+            action(None)
+
+    def _serve(self, passage: Passage) -> None:
+        passage.started_s, end_s = passage.stations[passage.index].enter(self.env.now)
+        self.env.at(end_s, lambda event: self._served(passage), ARRIVAL)
+
+    def _served(self, passage: Passage) -> None:
+        memory = passage.stations[passage.index].memory
+        if memory is None:
+            self._leave(passage)
+        else:
+            self._after(memory.served(passage.key, self.env.now), lambda event: self._leave(passage))
+
+    def _leave(self, passage: Passage) -> None:
+        station = passage.stations[passage.index]
+        if station.memory is not None:
+            station.memory.keep(passage.key, passage.outcome, self.env.now)
+        self._note(passage, station)
+        passage.request = station.changed(passage.request)
+        passage.index += 1
+        self._go_on(passage)
+
+    def _note(self, passage: Passage, station: Station) -> None:
+        self._end_s = now_s = self.env.now
+        station.left(now_s - passage.entered_s)
         if self._log is not None:
-            self._log.append((request.request_id, station.spec.name, station.place, now_s, start_s, end_s, ""))
+            self._log.append(
+                (passage.request.request_id, station.spec.name, station.place, passage.entered_s, passage.started_s, now_s, passage.outcome)
+            )
             self._log.flush_if_full()
-        self.env.at(end_s, lambda event: self._done(request, output_tokens, stations, index), ARRIVAL)
 
-    def _done(self, request: Request, output_tokens: int, stations: list[Station], index: int) -> None:
-        self._end_s = self.env.now
-        self._pass(stations[index].changed(request), output_tokens, stations, index + 1)
+    # -- answers given before -------------------------------------------------------------------------------------------
+
+    def _answer(self, passage: Passage, output_tokens: int) -> None:
+        """The request has its answer, all at once, and leaves."""
+        self._note(passage, passage.stations[passage.index])
+        self._inside -= 1
+        request, now_s, metrics = passage.request, self.env.now, self._metrics
+        index = metrics.class_index(request.class_name)
+        metrics.finish(
+            (request.request_id, index, request.arrival_s, request.prompt_tokens, 0, output_tokens, now_s, now_s, now_s, 0, -1, COMPLETED)
+        )
+        metrics.flush_if_full()
+        for watcher in self._watchers:
+            watcher(request.request_id, now_s, "stop")
+
+    def _remember(self, request_id: int, time_s: float, status: str) -> None:
+        passage = self._unanswered.pop(request_id, None)
+        if passage is not None and status in ANSWERED:
+            _answers(passage.stations).answered(passage.key, min(passage.output_tokens, passage.request.max_output_tokens), time_s)
+
+    # -- accounts -------------------------------------------------------------------------------------------------------
 
     def report(self) -> list[dict[str, Any]]:
-        """The ``stages`` part of summary.json: each stage over all places where it stands."""
-        end_s, rows = self.end_s, []
-        for column in zip(*self._stations.values()):
-            spec, first = column[0].spec, column[0]
-            for station in column:
-                station.flush()
-                if station is not first:
-                    first.wait.merge(station.wait)
-                    first.service.merge(station.service)
-            servers = spec.servers * len(column)
-            rows.append(
-                {
-                    "name": spec.name, "servers": servers, "requests": sum(station.requests for station in column), "wait_s": first.wait.summary(),
-                    "service_s": first.service.summary(), "busy_fraction": sum(station.busy_s for station in column) / (servers * end_s) if end_s else None,
-                }
-            )  # fmt: skip
-        return rows
+        """The ``stages`` part of summary.json: each stage over all places where it stands; what it remembers, place by place."""
+        return [_report(column, self.end_s) for column in zip(*self._stations.values())]
+
+
+def _stations(scenario: Scenario, place: str) -> list[Station]:
+    built = []
+    for index, spec in enumerate(scenario.stages):
+        memory: Memory | None = None
+        name = f"stages.{spec.name}.{place}"
+        if spec.cache is not None:
+            memory = Keyed(spec.cache, scenario.seed, name, f"stages[{index}].cache.branch")
+        elif spec.retrieval is not None:
+            memory = Recall(spec.retrieval, scenario.workload.queries, scenario.seed, name)
+        built.append(Station(spec, place, scenario.seed, memory))
+    return built
+
+
+def _answers(stations: list[Station]) -> Recall | None:
+    """What remembers answers, among the stages of one place: the first that does."""
+    return next((each.memory for each in stations if isinstance(each.memory, Recall) and each.memory.answers is not None), None)
+
+
+def _report(column: tuple[Station, ...], end_s: float) -> dict[str, Any]:
+    spec, servers = column[0].spec, column[0].spec.servers * len(column)
+    whole = (Histogram(), Histogram(), Histogram())
+    for station in column:
+        station.flush()
+        for histogram, own in zip(whole, (station.wait, station.service, station.whole)):
+            histogram.merge(own)
+    wait, service, time = (histogram.summary() for histogram in whole)
+    row = {
+        "name": spec.name,
+        "servers": servers,
+        "requests": whole[2].count,
+        "served": whole[1].count,
+        "time_s": time,
+        "wait_s": wait,
+        "service_s": service,
+    }
+    row["busy_fraction"] = sum(station.busy_s for station in column) / (servers * end_s) if end_s else None
+    memories = [station.memory.report() for station in column if station.memory is not None]
+    return {**row, **memories[0]} if len(memories) == 1 else {**row, **({"places": memories} if memories else {})}

@@ -103,6 +103,11 @@ def _latency_table(summary: Mapping[str, Any], plain: bool) -> Table:
     return table
 
 
+def _spread(summary: Mapping[str, Any]) -> bool:
+    """Whether more than one kind of thing could saturate."""
+    return "stages" in summary or "sites" in summary
+
+
 def _fleet_table(summary: Mapping[str, Any], plain: bool) -> Table:
     table = _table(plain, show_header=False)
     table.add_column(no_wrap=True)
@@ -116,7 +121,7 @@ def _fleet_table(summary: Mapping[str, Any], plain: bool) -> Table:
         ("Output tokens", _rate(summary["output_tokens_per_s"], "/s"), ""),
         ("Prompt tokens", _rate(summary["prompt_tokens_per_s"], "/s"), ""),
         ("Goodput", _rate(summary["goodput_rps"], "/s"), "requests that met every objective of their class"),
-        ("Load factor" if plain else "Load factor \u03c1", "-" if rho is None else f"{rho:.2f}", load_words(rho)),
+        ("Load factor" if plain else "Load factor \u03c1", "-" if rho is None else f"{rho:.2f}", "stages and sites have loads of their own" if _spread(summary) else load_words(rho)),
         ("GPUs busy", _share(summary["gpu_busy_fraction"]), ""),
         ("KV cache used", _share(kv["mean"]), f"on average, {_share(kv['max'])} at the fullest"),
         ("Prefix cache hits", _share(summary["prefix_cache_hit_rate"]), "of prompt tokens"),

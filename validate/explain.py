@@ -250,7 +250,7 @@ def _prefill_replica(run: RunData, rows: Columns) -> np.ndarray:
     after = np.clip(np.searchsorted(ends, rows["first_token_s"]), 0, len(ends) - 1)
     before = np.maximum(after - 1, 0)
     nearer = np.abs(ends[before] - rows["first_token_s"]) < np.abs(ends[after] - rows["first_token_s"])
-    return replica[np.where(nearer, before, after)]
+    return np.where(rows["replica"] < 0, -1, replica[np.where(nearer, before, after)])  # what no replica served has none here either
 
 
 def rank(attribution: Attribution, quantile: float = 0.99) -> list[Cause]:

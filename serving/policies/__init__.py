@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[str, ...]] = {  # kind -> the methods that a policy of th
     "adapters": ("evict",),
     "retention": ("drop",),
     "site": ("serve_at",),
+    "branch": ("cached", "observe"),
 }
 
 

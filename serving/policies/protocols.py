@@ -103,6 +103,16 @@ class Sharding(Protocol):
         """The layout on ``gpus`` GPUs; its ``gpus`` must be as many."""
 
 
+class Branch(Protocol):
+    """Whether a stage looks into its cache first, or computes at once."""
+
+    def cached(self, key: int) -> bool:
+        """Decide for what is asked; ``key`` is small and stable."""
+
+    def observe(self, key: int, hit: bool, lookup_s: float | None) -> None:
+        """Whether it was there: as a look-up of ``lookup_s`` seconds found, or (None) as keeping what was computed showed."""
+
+
 class Site(Protocol):
     """Which site on a request's way inwards serves it.
 

@@ -233,8 +233,10 @@ class Scenario(BaseModel):
     @model_validator(mode="after")
     def _front(self) -> Scenario:
         """Sites and stages."""
-        check_stages(self.stages, () if self.workload.trace is not None else tuple(row.name for row in self.workload.classes) or ("default",))
-        if (self.sites is not None or self.stages) and self.workload.uses_load_factor:
+        workload = self.workload
+        classes = () if workload.trace is not None else tuple(row.name for row in workload.classes) or ("default",)
+        check_stages(self.stages, classes, None if workload.queries is None else workload.queries.count)
+        if (self.sites is not None or self.stages) and workload.uses_load_factor:
             raise PydanticCustomError("form", "with sites or stages there is no one capacity to be a fraction of: give workload.arrivals.rate_rps")
         regions = () if self.rollout is None else self.rollout.regions
         known = [] if self.sites is None else [site.name for site in self.sites.places]

@@ -60,6 +60,14 @@ class Sessions(BaseModel):
     new_tokens: Annotated[Distribution | None, Field(description="tokens a turn adds after the first; default: prompt_tokens")] = None
 
 
+class Queries(BaseModel):
+    """What is asked: one of ``count`` questions, the k-th most popular with probability proportional to 1 / k^zipf_exponent."""
+
+    model_config = STRICT
+    count: Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
+    zipf_exponent: Annotated[float, Field(strict=True, ge=0, le=20, description="0: all are equally popular")] = 1.0
+
+
 class JointLengths(BaseModel):
     """Prompt and output lengths drawn together from a table of quantiles, which keeps their dependence."""
 
@@ -130,6 +138,7 @@ class Workload(BaseModel):
     sessions: Sessions | None = None
     reasoning: Annotated[Reasoning | None, Field(description="hidden rounds before each answer")] = None
     trace: Trace | None = None
+    queries: Annotated[Queries | None, Field(description="what stages with a memory go by")] = None
     retry: Annotated[Retry | None, Field(description="what refused clients do; null: they stay away")] = None
 
     @field_validator("trace", mode="before")

@@ -1,0 +1,1 @@
+"""Whether a stage looks into its cache first."""
