@@ -1,8 +1,10 @@
-"""How far off the simulator is from the engine on a CPU: calibrate on one workload, predict others.
+"""How far off the simulator is from the engine on a CPU: calibrate on some runs, predict other workloads.
 
     python benchmarks/engine_vs_sim.py [--repeats 4] [--requests 80] [--folder DIR] [--json]
 
-Runs of all workloads take turns, so that a drift of the machine meets them all. Times are on the normalised clock (``engine.clocks``):
+A calibration run has a seed of its own each time, at a moderate and at a crowded rate in turn: the same requests again would show the fit
+the same few step shapes, and a fit says little of batches that it never saw. The workloads to predict have other seeds, rates and lengths.
+Runs of all of them take turns, so that a drift of the machine meets them all. Times are on the normalised clock (``engine.clocks``):
 processor seconds of the engine's thread, relative to a fixed reference step beside each step. Beside every error stands the real
 side's own spread: the half range of its repeats, as a fraction of their median. An error within it says nothing against the simulator.
 """
@@ -20,15 +22,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.build import Choices, build_engine, normalised
 from engine.measure import spare_the_collector
-from engine.run import serve_scenario
+from engine.run import Engine, serve_scenario
 from serving.records import open_run
 from serving.scenario import Scenario, from_mapping, load
 from sim.run import simulate
 from validate.calibrate import calibrate, write
 
 REFERENCE_S = 0.005
-WORKLOADS = {  # name -> what differs from the one that is calibrated on
-    "calibration": [],
+CALIBRATION_RPS = (8.0, 25.0)  # of the calibration runs, in turn
+CALIBRATION_SEED = 11  # of the first; each has its own
+HOLDOUTS = {  # name -> what differs from a calibration run at the moderate rate
     "holdout-faster": ["workload.arrivals.rate_rps=14.0", "seed=101"],
     "holdout-busier": ["workload.arrivals.rate_rps=40.0", "seed=303"],
     "holdout-longer": ["workload.prompt_tokens.median=96", "workload.output_tokens.median=16", "seed=202"],
@@ -54,33 +57,42 @@ def main() -> None:
         report(result)
 
 
-def scenarios(requests: int) -> dict[str, Scenario]:
-    """The workloads, on one engine."""
-    return {name: load("engine-tiny", [*COMMON, f"workload.requests={requests}", *changes]) for name, changes in WORKLOADS.items()}
+def calibration_scenario(repeat: int, requests: int) -> Scenario:
+    """The ``repeat``-th workload to calibrate on."""
+    rate = CALIBRATION_RPS[repeat % len(CALIBRATION_RPS)]
+    changes = [f"workload.requests={requests}", f"workload.arrivals.rate_rps={rate}", f"seed={CALIBRATION_SEED + repeat}"]
+    return load("engine-tiny", [*COMMON, *changes])
 
 
 def experiment(folder: Path, repeats: int, requests: int) -> dict:
     """Serve, calibrate, simulate; returns errors and spreads by workload."""
-    workloads = scenarios(requests)
-    engine = build_engine(workloads["calibration"], Choices(device="cpu"))
-    real: dict[str, list[dict]] = {name: [] for name in workloads}
-    runs: dict[str, list[Path]] = {name: [] for name in workloads}
+    holdouts = {name: load("engine-tiny", [*COMMON, f"workload.requests={requests}", *changes]) for name, changes in HOLDOUTS.items()}
+    engine = build_engine(calibration_scenario(0, requests), Choices(device="cpu"))
+    real: dict[str, list[dict]] = {name: [] for name in holdouts}
+    calibrated_on: list[Path] = []
     with spare_the_collector():
         for repeat in range(repeats):
-            for name, scenario in workloads.items():
-                out = folder / f"{name}-{repeat}"
-                real[name].append(serve_scenario(scenario, *normalised(engine, REFERENCE_S), out=out).summary)
-                runs[name].append(out)
-                print(f"{name}, repeat {repeat}: {real[name][-1]['duration_s']:.1f} s", file=sys.stderr)
-    fit = calibrate(runs["calibration"])
+            calibrated_on.append(folder / f"calibration-{repeat}")
+            _serve(calibration_scenario(repeat, requests), engine, calibrated_on[-1])
+            for name, scenario in holdouts.items():
+                real[name].append(_serve(scenario, engine, folder / f"{name}-{repeat}"))
+    fit = calibrate(calibrated_on)
     if not fit.accepted:
         sys.exit(f"calibration refused: {fit.reason}")
     write(fit.fit, folder / "fit.yaml")
-    simulated = {name: simulate(_with_fit(runs[name][0], folder / "fit.yaml"), saturated_rps=1.0).summary for name in workloads}
+    simulated = {name: simulate(_with_fit(folder / f"{name}-0", folder / "fit.yaml"), saturated_rps=1.0).summary for name in holdouts}
     return {
         "holdout_steps": fit.as_json()["holdout"],
-        "workloads": {name: [_compare(real[name], simulated[name], metric, statistic) for metric, statistic in METRICS] for name in workloads},
+        "workloads": {
+            name: [_compare(real[name], simulated[name], metric, statistic) for metric, statistic in METRICS] for name in holdouts
+        },
     }
+
+
+def _serve(scenario: Scenario, engine: Engine, out: Path) -> dict:
+    summary = serve_scenario(scenario, *normalised(engine, REFERENCE_S), out=out).summary
+    print(f"{out.name}: {summary['duration_s']:.1f} s", file=sys.stderr)
+    return summary
 
 
 def _with_fit(run: Path, fit: Path) -> Scenario:
