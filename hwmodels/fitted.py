@@ -1,11 +1,12 @@
 """The ``fitted`` latency model: coefficients fitted to the steps of one device, by ``twinserve calibrate``.
 
-    step = device . (1, T, T > 1, any decode, decodes, decode context, prefill sequences, query-key pairs, prefill context, eager)
+    step = device . (1, T, T > 1, remainder tiles, any decode, decodes, decode context, prefill sequences, query-key pairs, prefill context, eager)
          + host   . (1, sequences, T, logits rows)
 
-T is the number of token rows, padded to the captured size where a CUDA graph replays the step; ``eager`` counts steps that no graph
-replays where there are graphs. No coefficient is negative, so no step is. A decode step of B sequences is ``a + b * C`` with a and b looked
-up by B: ``step_s`` and ``run_s`` compute just that.
+T is the number of token rows, padded to the captured size where a CUDA graph replays the step; remainder tiles are what a matrix product
+adds to full tiles of four rows, one of two rows and one of one row; ``eager`` counts steps that no graph replays where there are graphs. No
+coefficient is negative, so no step is. A decode step of B sequences is ``a + b * C`` with a and b looked up by B: ``step_s`` and ``run_s``
+compute just that.
 """
 
 from __future__ import annotations
@@ -25,11 +26,16 @@ from serving.plan import StepShape
 
 MEASURED = Path(__file__).resolve().parent / "measured"
 DEVICE_TERMS = (
-    "constant", "tokens", "several_tokens", "any_decode", "decodes", "decode_context_tokens", "prefill_seqs", "query_key_pairs",
-    "prefill_context_tokens", "eager",
+    "constant", "tokens", "several_tokens", "remainder_tiles", "any_decode", "decodes", "decode_context_tokens", "prefill_seqs",
+    "query_key_pairs", "prefill_context_tokens", "eager",
 )  # fmt: skip
 HOST_TERMS = ("constant", "sequences", "tokens", "logits_rows")
 FORMAT = 1
+
+
+def remainder_tiles(rows: int) -> int:
+    """Smaller tiles that a product of ``rows`` rows ends with, after the full ones of four: on a CPU three rows take longer than four."""
+    return (rows & 1) + (rows >> 1 & 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,7 @@ class Fitted:
         self._host = coefficients.host
         self._provenance = dict(provenance or {})
         self._per_token = coefficients.device["tokens"] + coefficients.host["tokens"]
+        self._per_remainder = coefficients.device["remainder_tiles"]
         self._per_pair = coefficients.device["query_key_pairs"]
         self._per_prefill_context = coefficients.device["prefill_context_tokens"]
         self._per_context = coefficients.device["decode_context_tokens"]
@@ -79,6 +86,8 @@ class Fitted:
         seconds = base + self._per_token * tokens + self._per_chunk * len(chunks) + self._per_row * shape.logits_rows
         if not decodes and tokens > 1:
             seconds += self._device["several_tokens"]
+        if self._per_remainder:
+            seconds += self._per_remainder * remainder_tiles(tokens + decodes * queries)
         return seconds + self._per_pair * pairs + self._per_prefill_context * context + self._per_context * shape.decode_context_tokens
 
     def run_s(self, shape: StepShape, steps: int) -> list[float]:
@@ -108,6 +117,7 @@ class Fitted:
         device, host = self._device, self._host
         base = device["constant"] + host["constant"] + self._per_token * rows + host["sequences"] * decodes + host["logits_rows"] * decodes * queries
         base += device["decodes"] * decodes + (device["any_decode"] if decodes else 0.0) + (device["several_tokens"] if rows > 1 else 0.0)
+        base += device["remainder_tiles"] * remainder_tiles(rows)
         base += device["eager"] if path == "eager" and self.graphs.largest else 0.0
         self._decode[decodes, queries] = base
         return base

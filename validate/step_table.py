@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hwmodels.fitted import DEVICE_TERMS, HOST_TERMS
+from hwmodels.fitted import DEVICE_TERMS, HOST_TERMS, remainder_tiles
 from serving.errors import InputError
 from serving.records import Run
 
@@ -57,7 +57,7 @@ def _one(run: Run, number: int, graphs: bool) -> StepTable:
     tokens = np.where(graph > 0, graph, prefill + decodes)
     ones = np.ones(len(steps))
     terms = {
-        "constant": ones, "tokens": tokens, "several_tokens": tokens > 1, "any_decode": decodes > 0, "decodes": decodes,
+        "constant": ones, "tokens": tokens, "several_tokens": tokens > 1, "remainder_tiles": remainder_tiles(tokens.astype(np.int64)), "any_decode": decodes > 0, "decodes": decodes,
         "decode_context_tokens": context, "prefill_seqs": seqs, "query_key_pairs": pairs, "prefill_context_tokens": before,
         "eager": (graph == 0) * float(graphs), "sequences": decodes + seqs, "logits_rows": np.where(seqs > 0, rows, decodes),
     }  # fmt: skip

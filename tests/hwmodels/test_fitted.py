@@ -40,7 +40,7 @@ def test_no_step_is_negative_and_each_is_the_sum_of_its_terms(fit, chunks, decod
     model = Fitted(fit)
     rows, path = model.path(shape)
     terms = {
-        "constant": 1, "tokens": rows, "several_tokens": rows > 1, "any_decode": decodes > 0, "decodes": decodes,
+        "constant": 1, "tokens": rows, "several_tokens": rows > 1, "remainder_tiles": (rows % 4).bit_count(), "any_decode": decodes > 0, "decodes": decodes,
         "decode_context_tokens": context, "prefill_seqs": len(chunks), "query_key_pairs": sum(n * (b + (n + 1) / 2) for n, b in chunks),
         "prefill_context_tokens": sum(b for _, b in chunks), "eager": bool(fit.graph_sizes) and path == "eager",
     }  # fmt: skip
