@@ -64,6 +64,9 @@ EFFECTS = {
         "bf16 pages": ("workload.requests=3000",), "fp8 pages": ("kv_cache.dtype=fp8", "workload.requests=3000")}),
     "B9": Effect("long-context", ("ttft_s.mean", "tpot_s.mean", "e2e_s.mean", "kv_utilisation.mean"), {
         "as it is": (), "everything kept": ("retention=null",)}),
+    "B12": Effect("images", ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "prefix_cache_hit_rate", "kv_utilisation.max", "stages.0.served"), {
+        "outputs and pages kept": (), "pages only": ("stages.0.cache=null",), "outputs only": ("workload.images.shared_pages=false",),
+        "neither": ("stages.0.cache=null", "workload.images.shared_pages=false")}),
     "C4": Effect("ring-attention", ("ttft_s.mean", "ttft_s.p99", "load_factor"), {
         "overlapped": (), "in turn": ("latency.ring_overlap=false",), "one GPU": ("cluster.sequence_parallel=1",)}),
     "D2": Effect("quickstart", ("tpot_s.mean",), {

@@ -27,6 +27,7 @@ class Request(NamedTuple):
     generated_hash_seed: tuple | None = None
     ttft_slo_s: float = math.inf
     adapter: str = ""  # its name; KV computed under an adapter is content of its own, and has keys of its own
+    image: int | None = None  # the one its prompt begins with; its pages are part of the prompt's
 
 
 class Arrival(NamedTuple):

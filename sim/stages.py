@@ -61,13 +61,18 @@ def longest_request(scenario: Scenario, parts: dict[str, Parts]) -> int:
 class Passage:
     """One request on its way through the stages of the place where it entered."""
 
-    __slots__ = ("entered_s", "index", "key", "outcome", "output_tokens", "request", "started_s", "stations")
+    __slots__ = ("asks", "entered_s", "index", "outcome", "output_tokens", "request", "started_s", "stations")
 
-    def __init__(self, request: Request, output_tokens: int, key: int, stations: list[Station]) -> None:
-        self.request, self.output_tokens, self.key, self.stations = request, output_tokens, key, stations
+    def __init__(self, request: Request, output_tokens: int, asks: int, stations: list[Station]) -> None:
+        self.request, self.output_tokens, self.asks, self.stations = request, output_tokens, asks, stations
         self.index = 0
         self.entered_s = self.started_s = math.nan
         self.outcome = ""
+
+    @property
+    def key(self) -> int:
+        """What the stage goes by where the request is."""
+        return self.request.image if self.stations[self.index].spec.encodes_images else self.asks
 
 
 class Station:
@@ -87,6 +92,8 @@ class Station:
 
     def takes(self, request: Request) -> bool:
         """Whether the request is served here; decided once for each."""
+        if self.spec.encodes_images and request.image is None:
+            return False
         return (not self.spec.classes or request.class_name in self.spec.classes) and next(self._comes) < self.spec.share
 
     def enter(self, now_s: float) -> tuple[float, float]:
@@ -139,7 +146,7 @@ class Front:
         places = fleet.places if isinstance(fleet, SiteFleet) else {0: ""}
         self._stations = {place: _stations(scenario, name) for place, name in places.items()}
         queries = scenario.workload.queries
-        self._keys = repeat(0) if queries is None else asked(queries, scenario.seed)
+        self._asked = repeat(0) if queries is None else asked(queries, scenario.seed)
         self._watchers: list[Callable[[int, float, str], None]] = []
         self._unanswered: dict[int, Passage] = {}  # whose answers will be remembered
         if any(_answers(column) is not None for column in self._stations.values()):
@@ -172,7 +179,7 @@ class Front:
         self.arrived += 1
         self.arrivals_end_s = self.env.now
         self._inside += 1
-        self._go_on(Passage(request, output_tokens, next(self._keys), self._stations[self._entrance(request)]))
+        self._go_on(Passage(request, output_tokens, next(self._asked), self._stations[self._entrance(request)]))
 
     def on_outcome(self, watcher: Callable[[int, float, str], None]) -> None:
         """Call ``watcher(request_id, time_s, status)`` when a request leaves, at that time."""
@@ -269,7 +276,7 @@ class Front:
     def _remember(self, request_id: int, time_s: float, status: str) -> None:
         passage = self._unanswered.pop(request_id, None)
         if passage is not None and status in ANSWERED:
-            _answers(passage.stations).answered(passage.key, min(passage.output_tokens, passage.request.max_output_tokens), time_s)
+            _answers(passage.stations).answered(passage.asks, min(passage.output_tokens, passage.request.max_output_tokens), time_s)
 
     # -- accounts -------------------------------------------------------------------------------------------------------
 

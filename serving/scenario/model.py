@@ -235,7 +235,7 @@ class Scenario(BaseModel):
         """Sites and stages."""
         workload = self.workload
         classes = () if workload.trace is not None else tuple(row.name for row in workload.classes) or ("default",)
-        check_stages(self.stages, classes, None if workload.queries is None else workload.queries.count)
+        check_stages(self.stages, classes, None if workload.queries is None else workload.queries.count, workload.images is not None)
         if (self.sites is not None or self.stages) and workload.uses_load_factor:
             raise PydanticCustomError("form", "with sites or stages there is no one capacity to be a fraction of: give workload.arrivals.rate_rps")
         regions = () if self.rollout is None else self.rollout.regions

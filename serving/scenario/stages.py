@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from serving.scenario.distributions import Distribution
-from serving.scenario.fields import STRICT, Fraction, Name, NotNegative, PolicySpec, Positive, spec_field
+from serving.scenario.fields import STRICT, Fraction, Name, NotNegative, PolicySpec, Positive, Switch, spec_field
 
 MOST_FOUND = 20_000_000  # documents over all queries: a table of them is kept
 NETWORK = "network"  # in records: the way to the site that serves, which is no stage
@@ -32,7 +32,7 @@ class Kept(BaseModel):
 
 
 class KeyedCache(Kept):
-    """Outcomes of a stage by what was asked (``workload.queries``): a hit is served without a server."""
+    """Outcomes of a stage by what was asked (``workload.queries``), or by image: a hit is served without a server."""
 
     lookup_s: Annotated[Distribution, Field(description="seconds of a look-up, whether it finds anything or not")]
     branch: Annotated[spec_field("stages.cache.branch"), Field(description="whether to look at all")] = PolicySpec(
@@ -71,6 +71,7 @@ class FrontStage(BaseModel):
     share: Annotated[Fraction, Field(description="part of the requests that come here; the others pass at once")] = 1.0
     classes: Annotated[tuple[Name, ...], Field(description="only requests of these; empty: of all")] = ()
     adds_tokens: Annotated[Distribution | None, Field(description="added to the prompt; must have a largest value")] = None
+    encodes_images: Annotated[Switch, Field(description="only requests with an image come; what is kept is kept by image")] = False
     cache: Annotated[KeyedCache | None, Field(description="remembers what came out, by what was asked")] = None
     retrieval: Annotated[Retrieval | None, Field(description="this stage searches documents")] = None
 
@@ -78,14 +79,18 @@ class FrontStage(BaseModel):
     def _one_memory(self) -> FrontStage:
         if self.cache is not None and self.retrieval is not None:
             raise PydanticCustomError("form", "a retrieval stage has caches of its own: leave out 'cache'")
+        if self.retrieval is not None and self.encodes_images:
+            raise PydanticCustomError("form", "a stage encodes images or searches documents, not both")
         return self
 
 
-def check_stages(stages: tuple[FrontStage, ...], classes: tuple[str, ...], queries: int | None) -> None:
+def check_stages(stages: tuple[FrontStage, ...], classes: tuple[str, ...], queries: int | None, images: bool) -> None:
     """Raise pydantic's error, at the key at fault, for what no single stage can see. ``classes`` empty: a trace may bring any."""
     seen: set[str] = set()
     for index, stage in enumerate(stages):
-        if (stage.cache or stage.retrieval) and queries is None:
+        if stage.encodes_images and not images:
+            raise PydanticCustomError("at", "there are none: needs the key 'workload.images'", {"at": ("stages", index, "encodes_images")})
+        if (stage.retrieval or (stage.cache and not stage.encodes_images)) and queries is None:
             raise PydanticCustomError("form", "stages that remember need the key 'workload.queries': what is asked, and how often")
         if stage.retrieval is not None and queries * stage.retrieval.per_query > MOST_FOUND:
             at = ("stages", index, "retrieval", "per_query")

@@ -11,6 +11,7 @@ from serving.scenario.adapters import AdapterMix
 from serving.scenario.arrivals import Arrivals, ClosedLoop, Piecewise, RatePerMinute
 from serving.scenario.distributions import Constant, Distribution
 from serving.scenario.fields import STRICT, Count, CountOrZero, DataFile, Fraction, Integer, Name, NotNegative, Positive, Switch
+from serving.scenario.images import Images
 from serving.scenario.reasoning import Reasoning
 
 Lengths = Annotated[Distribution | None, Field(description="tokens per request")]
@@ -138,6 +139,7 @@ class Workload(BaseModel):
     sessions: Sessions | None = None
     reasoning: Annotated[Reasoning | None, Field(description="hidden rounds before each answer")] = None
     trace: Trace | None = None
+    images: Annotated[Images | None, Field(description="prompts that begin with an image")] = None
     queries: Annotated[Queries | None, Field(description="what stages with a memory go by")] = None
     retry: Annotated[Retry | None, Field(description="what refused clients do; null: they stay away")] = None
 
@@ -160,6 +162,8 @@ class Workload(BaseModel):
     def _complete(self) -> Workload:
         if self.reasoning is not None and (self.sessions is not None or self.trace is not None):
             raise PydanticCustomError("form", "reasoning cannot be combined with sessions or a trace")
+        if self.reasoning is not None and self.images is not None:
+            raise PydanticCustomError("form", "reasoning cannot be combined with images")
         if self.trace is not None:
             return self
         if self.arrivals is None:

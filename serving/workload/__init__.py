@@ -13,6 +13,7 @@ from serving.scenario.model import Slo
 from serving.scenario.workload import Trace, Workload
 from serving.workload.adapters import adapted_arrivals, adapted_sessions
 from serving.workload.context import Context
+from serving.workload.images import most_tokens, pictured_arrivals, pictured_sessions
 from serving.workload.reasoning import reasoning_sessions
 from serving.workload.replay import check, replay, replay_sessions, trace_format, turn_timing
 from serving.workload.sessions import Session, Turn, synthetic_sessions
@@ -58,7 +59,7 @@ def open_arrivals(
     have no arrival time yet.
     """
     workload = _with(workload, trace)
-    context = Context(seed, block_tokens, max_model_len, prefix_caching, saturation_rps, slo)
+    context = _context(workload, Context(seed, block_tokens, max_model_len, prefix_caching, saturation_rps, slo))
     if workload.closed_loop is None and follows_answers(workload):
         raise InputError("workload", "turns of a session wait for answers: they have no arrival times of their own")
     if workload.trace is None:
@@ -84,7 +85,7 @@ def conversations(
     Takes the arguments of ``open_arrivals`` and raises InputError as it does.
     """
     workload = _with(workload, trace)
-    context = Context(seed, block_tokens, max_model_len, prefix_caching, saturation_rps, slo)
+    context = _context(workload, Context(seed, block_tokens, max_model_len, prefix_caching, saturation_rps, slo))
     if workload.trace is not None:
         _check(workload.trace, context, skipped)
         if turn_timing(workload.trace, trace_format(workload.trace)) != "open":
@@ -100,11 +101,25 @@ def conversations(
     return _begun(Session(arrival.request.arrival_s, (Turn(arrival, 0.0),)) for arrival in arrivals)
 
 
+def _context(workload: Workload, context: Context) -> Context:
+    """With room left for the image that a prompt may begin with."""
+    if workload.images is None:
+        return context
+    longest = context.max_model_len - most_tokens(workload.images, context.block_tokens)
+    if longest < 2:
+        raise InputError("workload.images.tokens", "the largest image leaves no room for a prompt", f"max_model_len is {context.max_model_len}")
+    return replace(context, max_model_len=longest)
+
+
 def _adapted(arrivals: Iterator[Arrival], workload: Workload, context: Context) -> Iterator[Arrival]:
+    if workload.images is not None:
+        arrivals = pictured_arrivals(arrivals, workload.images, context)
     return arrivals if workload.adapters is None else adapted_arrivals(arrivals, workload.adapters, context)
 
 
 def _adapted_sessions(sessions: Iterator[Session], workload: Workload, context: Context) -> Iterator[Session]:
+    if workload.images is not None:
+        sessions = pictured_sessions(sessions, workload.images, context)
     return sessions if workload.adapters is None else adapted_sessions(sessions, workload.adapters, context)
 
 

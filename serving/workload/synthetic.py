@@ -44,6 +44,7 @@ def synthetic(workload: Workload, context: Context) -> Iterator[Arrival]:
             repeat(None),
             _by(labels.ttft_slo_s, class_list),
             repeat(""),
+            repeat(None),
         )
         yield from map(_tuple, repeat(Arrival), zip(map(_tuple, repeat(Request), rows), output.tolist()))
         first_id += times.size
