@@ -24,6 +24,7 @@ from serving.http.content_keys import content_keys
 from serving.http.delivery import Streams, TokenStream
 from serving.http.telemetry import Telemetry
 from serving.plan import BatchPlan
+from serving.refusal import retry_after_s
 from serving.request import Request
 from serving.scenario import Scenario
 from serving.scheduler import Scheduler
@@ -138,7 +139,13 @@ class EngineBackend:
         return not idle
 
     def _hand_over(self, end_s: float, tokens: Mapping[int, tuple[int, ...]], left: list[Left]) -> None:
-        self._tell(self.streams.deliver, end_s, tokens, [_departure(each) for each in left])
+        self._tell(self.streams.deliver, end_s, tokens, [self._departure(each) for each in left])
+
+    def _departure(self, left: Left) -> Departure:
+        """Who was refused is told when to come back: asked here, in the thread that the policy lives in."""
+        scheduled_s = float("nan") if left.seq is None else left.seq.scheduled_s
+        told_s = retry_after_s(left.request, self._loop.scheduler) if left.status == "rejected" else None
+        return Departure(left.request.request_id, left.status, left.time_s, left.detail, scheduled_s, told_s)
 
     def _tell(self, call: Callable[..., None], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop has been closed: nobody listens any more
@@ -172,11 +179,6 @@ class Counts:
 
     def left(self, left: Left) -> None:
         """Part of an observer."""
-
-
-def _departure(left: Left) -> Departure:
-    scheduled_s = float("nan") if left.seq is None else left.seq.scheduled_s
-    return Departure(left.request.request_id, left.status, left.time_s, left.detail, scheduled_s)
 
 
 def _forget(runner: StepRunner, before: int) -> None:

@@ -234,14 +234,25 @@ class Cluster:
                     self.arm(replica)
 
     def abort(self, request_id: int, replica: int) -> bool:
-        """Drop a request that was routed to ``replica``; False when it has left already."""
+        """Drop a request that was routed to ``replica`` (-1: to none yet); False when it has left already."""
         self.settle_signals()
+        if replica < 0:
+            return self._let_go(request_id)
         if self.signals.delivery is not None:
             self.signals.delivery.abandon(request_id)
         gone = self.replicas[replica].abort(request_id, self.env.now)
         if self._eager:
             self.arm(self.replicas[replica])
         return gone
+
+    def _let_go(self, request_id: int) -> bool:
+        """Drop a request that waits for a replica to take it."""
+        held = next((entry for entry in self._held if entry[0].request_id == request_id), None)
+        if held is None:
+            return False
+        self._held.remove(held)
+        self._tell(request_id, self.env.now, "aborted")
+        return True
 
     def arm(self, replica: Replica, quietly: bool = False) -> None:
         """Put the replica's next wake on the event queue, unless that very wake is there already."""

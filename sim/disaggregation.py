@@ -61,6 +61,7 @@ class Disaggregated:
         self._gpus_of = gpus_of
         self._kv_bytes_per_token = kv_bytes_per_token
         self._decode_answers = decode_answers
+        self.on_landed: Callable[[int, Replica, float], None] | None = None  # called when the pages of a request have reached a replica
         self._output_tokens: dict[int, int] = {}
         self._waiting: list[deque[HandOver]] = [deque() for _ in decode.replicas]
         self._crossing: dict[int, HandOver] = {}  # by request, in the order in which their copies began
@@ -116,6 +117,21 @@ class Disaggregated:
         """
         self._output_tokens.setdefault(request.request_id, output_tokens)
         return self.prefill.resubmit(request, 1)
+
+    def abort(self, request_id: int, position: int) -> bool:
+        """Drop a request that came to the replica at ``position`` (-1: to none yet); False when it has left already, or its pages are
+        being copied: drop it once they have landed.
+        """
+        if request_id in self._crossing:
+            return False
+        for queue in (*self._waiting, self._homeless):
+            for hand_over in [each for each in queue if each.parked.request_id == request_id]:
+                queue.remove(hand_over)
+                self._unask(hand_over)
+        pool, index = self._pool_of(position)
+        gone = pool.abort(request_id, index)
+        self._serve_short()
+        return gone
 
     def fail(self, request_id: int) -> None:
         """Tell whoever waits for a request that it has failed for good."""
@@ -224,6 +240,8 @@ class Disaggregated:
         self.prefill.arm(hand_over.prefill)
         hand_over.decode.land(hand_over.landing, hand_over.output_tokens, now_s)
         self.decode.arm(hand_over.decode)
+        if self.on_landed is not None:
+            self.on_landed(hand_over.parked.request_id, hand_over.decode, now_s)
 
     def _prefill_outcome(self, request_id: int, time_s: float, status: str) -> None:
         """Whoever leaves from there (refused, aborted) does not go on."""

@@ -49,6 +49,7 @@ class Fleet:
         self._new_scheduler = new_scheduler
         self._versions = [0] * len(self.states)
         self._listeners: list[Callable[[Sequence, float, str], None]] = []
+        self.forever = False  # whether requests may always still come
         self._own = 0  # events on the queue that are the fleet's: they alone keep nothing going
         for index, replica in enumerate(self._replicas):
             replica.on_record = self._recorder(index)
@@ -70,7 +71,7 @@ class Fleet:
 
     def recur(self, time_s: float, action: Callable[[], None]) -> None:
         """As ``at``, unless by then no request is here and nothing but the fleet's own events is to come: then there is no end to it."""
-        self.at(time_s, lambda: action() if self.cluster.in_flight or len(self.cluster.env._queue) > self._own else None)
+        self.at(time_s, lambda: action() if self.forever or self.cluster.in_flight or len(self.cluster.env._queue) > self._own else None)
 
     def listen(self, listener: Callable[[Sequence, float, str], None]) -> None:
         """Call ``listener(sequence, time_s, status)`` for every request that leaves a replica."""

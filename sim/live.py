@@ -4,6 +4,8 @@ SimPy's own real-time environment sleeps until its next event, and would not hea
 loop holds one timer, for the next simulated event; a request or an abort is an event at the instant it comes. Replicas take one step
 at a time, and a step's tokens are handed over together. A timer may be a millisecond late; its event keeps its own time, so that
 delays do not add up and metrics tell simulated seconds.
+
+The fleet is the scenario's: pools, autoscaling, faults and releases go on as they would, from the moment the server starts.
 """
 
 from __future__ import annotations
@@ -12,27 +14,46 @@ import asyncio
 import sys
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from serving.errors import InputError
 from serving.http.backend import Departure, Generation, ReplicaState
 from serving.http.content_keys import content_keys
 from serving.http.delivery import Streams, TokenStream
 from serving.http.telemetry import Telemetry
-from serving.plan import BatchPlan
+from serving.refusal import retry_after_s
 from serving.request import Request
-from serving.rng import stream as random_stream
 from serving.scenario import Scenario
-from serving.scenario.workload import RequestClass
 from serving.sequence import Sequence as RunningSequence
-from serving.workload.classes import DEFAULT
-from serving.workload.lengths import one_by_one, tokens
+from sim.answers import AnswerLengths, PieceTokenizer
+from sim.attach import attach
+from sim.cluster import Cluster
+from sim.disaggregation import Disaggregated
+from sim.dynamics import OFF, READY
 from sim.environment import ARRIVAL
-from sim.fleet import Parts, build_fleet, new_metrics, resolve
+from sim.fleet import build_fleet, new_metrics, resolve_fleet
+from sim.replica import Replica
+from sim.rollout import Release, Split, reach
+from sim.token_tap import TokenTap
 
 SLICE_S = 0.005  # the event loop's other work waits no longer than this for a simulation that is behind
-PIECE = 4  # characters of a word that count as a token
+LOST = "the replica that served it was lost"
+_NOT_LIVE = {
+    "sites": "clients of this server come from nowhere in particular, so no site is near them",
+    "stages": "clients of this server hand over whole prompts, so nothing is left for a stage before the model",
+}
+
+
+@dataclass(slots=True)
+class Here:
+    """A request that has not left: its reader, the replica that has it (-1: none yet), and what an admission policy said to it."""
+
+    stream: TokenStream
+    replica: int = -1
+    repeats: int = 0  # tokens that a replica, which began again after another was lost, will make once more
+    unwanted: bool = False  # to be dropped as soon as it can be: its pages are being copied just now
+    retry_after_s: float | None = None
 
 
 class SimBackend:
@@ -40,31 +61,56 @@ class SimBackend:
 
     def __init__(self, scenario: Scenario, *, speed: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises InputError for a scenario whose fleet cannot be simulated, or not live."""
-        for where, wish in (("cluster.pools", scenario.cluster.pools), ("cluster.autoscaling", scenario.cluster.autoscaling), ("faults", scenario.faults), ("rollout", scenario.rollout), ("sites", scenario.sites), ("stages", scenario.stages)):
-            if wish:
-                raise InputError(where, "cannot be served live: the fleet must be of one kind and stay as it is", "use `twinserve run`")
+        for where, reason in _NOT_LIVE.items():
+            if getattr(scenario, where):
+                raise InputError(where, f"cannot be served live: {reason}", f"leave '{where}' out, or use `twinserve run`")
         self._scenario = scenario
-        self._parts: Parts = resolve(scenario)
+        self._parts = resolve_fleet(scenario)
         self._speed = speed
         self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.llm = self._parts.llm.name
-        self.max_model_len = self._parts.max_model_len
-        self.tokenizer = PieceTokenizer(self._parts.llm.vocab)
+        parts = list(self._parts.values())
+        self.llm = parts[0].llm.name
+        self.max_model_len = min(part.max_model_len for part in parts)
+        self.tokenizer = PieceTokenizer(parts[0].llm.vocab)
         self.streams = Streams(Telemetry(self.llm))
         self._lengths = AnswerLengths(scenario)
         self._begin()
 
     def _begin(self) -> None:
         """Time zero of a new, empty fleet."""
-        tap = TokenTap(lambda end_s, produced: self.streams.deliver(end_s, produced))
-        self.cluster = build_fleet(self._scenario, {"replicas": self._parts}, new_metrics(self._scenario), stepwise=True, recording=tap)
-        self.cluster.on_outcome(self._refused)
-        for replica in self.cluster.replicas:
-            replica.on_record = self._left
-        self._homes: dict[int, int] = {}
+        scenario, metrics = self._scenario, new_metrics(self._scenario)
+        self._first_lands = scenario.cluster.first_token == "decode"
+        tap = TokenTap(self._stepped, self._submitted, keeps_first=self._first_lands)
+        self.cluster = build_fleet(scenario, self._parts, metrics, stepwise=True, recording=tap)
+        self.cluster.on_outcome(self._outcome)
+        self._dynamics = attach(self.cluster, scenario, self._parts, metrics)
+        if self._dynamics is not None:
+            self._dynamics.fleet.forever = True
+        if scenario.rollout is not None:
+            self._release = Release([self.cluster], scenario.rollout, scenario.slo, scenario.seed, reach(scenario))
+        if isinstance(self.cluster, Disaggregated):
+            self.cluster.on_landed = self._landed
+        self._replicas = self.cluster.replicas
+        self._pools = _pools(self.cluster)
+        for replica in self._replicas:
+            replica.take_back = self._told
+            replica.on_record = _both(self._left, replica.on_record)
+        self._here: dict[int, Here] = {}
+        self._repeating: set[int] = set()  # those here of which some replica makes tokens once more
         self._origin = self._clock()
+
+    @property
+    def fleet(self) -> str:
+        """The replicas in words."""
+        gpu, count = self._scenario.cluster.gpu, len(self._replicas)
+        if isinstance(self.cluster, Disaggregated):
+            pools = [(role, part.scenario.cluster) for role, part in self._parts.items()]
+            return ", ".join(f"{role}: {pool.replicas} x {pool.gpu}" for role, pool in pools)
+        if isinstance(self.cluster, Split):
+            return f"{self.cluster.provisioned} x {gpu} and a release"
+        return f"up to {count} x {gpu}" if self._scenario.cluster.autoscaling is not None else f"{count} x {gpu}"
 
     # -- the interface of a backend ---------------------------------------------------------------------------------------
 
@@ -84,39 +130,53 @@ class SimBackend:
             tenant=generation.tenant, prefix_hashes=content_keys(generation.prompt, cache.block_tokens) if cache.prefix_caching else (),
             ttft_slo_s=self._scenario.slo.targets(row.name).ttft_s,
         )  # fmt: skip
-        output_tokens = generation.max_tokens if generation.ignore_eos else min(generation.max_tokens, self._lengths.draw(row.name, generation.max_tokens))
+        output_tokens = generation.max_tokens
+        if not generation.ignore_eos:
+            output_tokens = min(output_tokens, self._lengths.draw(row.name, output_tokens))
+        here = self._here[opened.request_id] = Here(opened)
 
         def arrive(_: object) -> None:
             index = self.cluster.submit(request, output_tokens)
-            if opened.end is None:
-                self._homes[opened.request_id] = index
+            if here.replica < 0 and isinstance(self.cluster, Cluster):
+                here.replica = index  # on its way there over the links
 
         self.cluster.env.at(arrival_s, arrive, ARRIVAL)
         self._live_on()
         return opened
 
     def abort(self, request_id: int) -> None:
-        """Drop a request now."""
+        """Drop a request now, or as soon as it can be."""
+        self._drop(request_id)
+        self._live_on()
 
+    def _drop(self, request_id: int) -> None:
         def drop(_: object) -> None:
-            if request_id in self._homes:
-                self.cluster.abort(request_id, self._homes[request_id])
+            here = self._here.get(request_id)
+            if here is not None and not self.cluster.abort(request_id, here.replica):
+                here.unwanted = True
 
         self.cluster.env.at(self.now_s(), drop, ARRIVAL)
-        self._live_on()
 
     def stats(self) -> list[ReplicaState]:
         """The replicas now."""
         states = []
-        for replica in self.cluster.replicas:
+        for position, replica in enumerate(self._replicas):
             scheduler = replica.scheduler
             usage = 1 - scheduler.pool.free / scheduler.pool.total
             states.append(
                 ReplicaState(
-                    scheduler.running.count, scheduler.waiting_count, usage, replica.preemptions, replica.prompt_tokens, replica.cached_tokens
+                    scheduler.running.count, scheduler.waiting_count, usage, replica.preemptions, replica.prompt_tokens, replica.cached_tokens,
+                    self._state(position), self._pools[position],
                 )
-            )
+            )  # fmt: skip
         return states
+
+    def _state(self, position: int) -> str:
+        if self._dynamics is not None:
+            return self._dynamics.fleet.states[position]
+        if isinstance(self.cluster, Split):
+            return READY if self.cluster.takes(position) else OFF
+        return READY
 
     def problem(self) -> str | None:
         """Nothing stops it for good: a fleet that fails is replaced."""
@@ -162,88 +222,79 @@ class SimBackend:
 
     # -- what the fleet tells -----------------------------------------------------------------------------------------------
 
+    def _submitted(self, replica: int, request_id: int) -> None:
+        """A request has come to a replica; if to another before, that one is lost, and this one begins again."""
+        here = self._here[request_id]
+        here.replica, here.repeats = replica, here.stream.count
+        if here.unwanted:
+            self._drop(request_id)
+        elif here.repeats:
+            self._repeating.add(request_id)
+
+    def _landed(self, request_id: int, replica: Replica, now_s: float) -> None:
+        """The pages of a request have reached its decode replica."""
+        here = self._here[request_id]
+        here.replica = replica.label
+        if here.unwanted:
+            self._drop(request_id)
+        if self._first_lands:
+            self._stepped(now_s, {request_id: (0,)})
+
+    def _stepped(self, end_s: float, produced: dict[int, Sequence[int]]) -> None:
+        if self._repeating:
+            produced = {each: new for each, tokens in produced.items() if (new := self._news(each, tokens))}
+        self.streams.deliver(end_s, produced)
+
+    def _news(self, request_id: int, tokens: Sequence[int]) -> Sequence[int]:
+        """Those of the tokens that its reader does not have yet."""
+        if request_id not in self._repeating:
+            return tokens
+        here = self._here[request_id]
+        known = min(here.repeats, len(tokens))
+        here.repeats -= known
+        if not here.repeats:
+            self._repeating.discard(request_id)
+        return tokens[known:]
+
+    def _told(self, replica: Replica, request: Request, output_tokens: int, limit: str) -> bool:
+        """A refusal: keep what the client is to be told. It is no simulated client, so nobody takes the request back."""
+        self._here[request.request_id].retry_after_s = retry_after_s(request, replica.scheduler)
+        return False
+
     def _left(self, seq: RunningSequence, now_s: float, status: str) -> None:
-        self._homes.pop(seq.request_id, None)
-        self.streams.depart(Departure(seq.request_id, status, now_s, "", seq.scheduled_s))
+        self._depart(Departure(seq.request_id, status, now_s, "", seq.scheduled_s))
 
-    def _refused(self, request_id: int, time_s: float, status: str) -> None:
-        kind, _, limit = status.partition(": ")
-        if kind == "rejected":
-            self.streams.depart(Departure(request_id, kind, time_s, limit))
+    def _outcome(self, request_id: int, time_s: float, status: str) -> None:
+        """Who never had a sequence, or lost it, leaves here; the others have left already."""
+        here = self._here.get(request_id)
+        if here is None:
+            return
+        kind, _, detail = status.partition(": ")
+        told_s = None if here.retry_after_s is None else here.retry_after_s / self._speed
+        self._depart(Departure(request_id, kind, time_s, LOST if kind == "error" else detail, retry_after_s=told_s))
 
-
-class TokenTap:
-    """Stands where a recording would (``serving.recording.Recording``) and tells after each step which requests got a token from it."""
-
-    every_step = True
-
-    def __init__(self, on_step: Callable[[float, dict[int, Sequence[int]]], None]) -> None:
-        self._on_step = on_step
-        self._decoding: dict[tuple[int, int], list[RunningSequence]] = {}
-
-    def submitted(self, replica: int, request_id: int) -> None:
-        """Part of a recording's interface."""
-
-    def aborted(self, replica: int, request_id: int) -> None:
-        """Part of a recording's interface."""
-
-    def planned(self, replica: int, plan: BatchPlan) -> None:
-        """Note who decodes, which can be asked only now."""
-        if plan.decodes:
-            self._decoding[replica, plan.step] = plan.decoding()
-
-    def step(self, replica: int, plan: BatchPlan, start_s: float, end_s: float, used: int, finished: list) -> None:
-        """A step was committed: each of its sequences got one token, whose value nobody knows."""
-        produced = {seq.request_id: (0,) for seq in self._decoding.pop((replica, plan.step), ())}
-        for seq in plan.completing:
-            produced[seq.request_id] = (0,)
-        self._on_step(end_s, produced)
+    def _depart(self, departure: Departure) -> None:
+        self._here.pop(departure.request_id, None)
+        self._repeating.discard(departure.request_id)
+        self.streams.depart(departure)
 
 
-class AnswerLengths:
-    """True lengths of answers, drawn from the scenario's distribution for the class with the request's priority."""
+def _both(first: Callable[..., None], second: Callable[..., None] | None) -> Callable[..., None]:
+    """One call for two listeners."""
+    if second is None:
+        return first
 
-    def __init__(self, scenario: Scenario) -> None:
-        workload = scenario.workload
-        self._classes = workload.classes or (DEFAULT,)
-        specs = {row.name: row.output_tokens or workload.output_tokens for row in self._classes}
-        self._draws = {
-            name: one_by_one(tokens(spec, random_stream(scenario.seed, f"serve.output_tokens.{name}"))) for name, spec in specs.items() if spec
-        }
+    def call(*told: object) -> None:
+        first(*told)
+        second(*told)
 
-    def class_of(self, priority: int) -> RequestClass:
-        """The first class with this priority, else the first of all."""
-        return next((row for row in self._classes if row.priority == priority), self._classes[0])
-
-    def draw(self, name: str, otherwise: int) -> int:
-        """The next length of class ``name``; ``otherwise`` where the scenario has no distribution of its own (traces, joint tables)."""
-        draw = self._draws.get(name)
-        return next(draw) if draw is not None else otherwise
+    return call
 
 
-class PieceTokenizer:
-    """Counts tokens without a vocabulary: every four characters of a word are one, named by their checksum so that equal text is equal."""
-
-    def __init__(self, vocab: int) -> None:
-        self.vocab = vocab
-
-    def encode(self, text: str) -> list[int]:
-        """Tokens of ``text``."""
-        return [zlib.crc32(word[at : at + PIECE].encode()) % self.vocab for word in text.split() for at in range(0, len(word), PIECE)]
-
-    def chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Tokens of all messages, one more for each role and one for the answer's beginning."""
-        named = [piece for role, text in messages for piece in (zlib.crc32(role.encode()) % self.vocab, *self.encode(text))]
-        return [*named, zlib.crc32(b"assistant") % self.vocab]
-
-    def decoder(self) -> PieceTokenizer:
-        """Answers have no content: it is its own decoder."""
-        return self
-
-    def push(self, token: int) -> str:
-        """A word."""
-        return " token"
-
-    def flush(self) -> str:
-        """Nothing is ever left."""
-        return ""
+def _pools(cluster: Cluster | Disaggregated | Split) -> list[str]:
+    """What each replica is there for, where they differ."""
+    if isinstance(cluster, Disaggregated):
+        return ["prefill"] * len(cluster.prefill.replicas) + ["decode"] * len(cluster.decode.replicas)
+    if isinstance(cluster, Split):
+        return ["baseline"] * len(cluster.baseline.replicas) + ["candidate"] * len(cluster.candidate.replicas)
+    return [""] * len(cluster.replicas)

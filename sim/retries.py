@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
+from serving.refusal import FOR_GOOD, retry_after_s
 from serving.request import Request
 from serving.scenario.workload import Retry
 from sim.cluster import Cluster
 from sim.disaggregation import Disaggregated
 from sim.environment import ARRIVAL
 from sim.replica import Replica
-
-FOR_GOOD = ("kv_capacity", "max_model_len")  # limits that no later attempt could pass
 
 
 class Retries:
@@ -41,9 +41,8 @@ class Retries:
             self._tries.pop(request.request_id, None)
             return False
         self._tries[request.request_id] = tries + 1
-        told = getattr(replica.scheduler.policies.admission, "retry_after_s", None)
-        told_s = told(request, replica.scheduler) if told is not None else None
-        pause_s = max(self._spec.backoff_s * self._spec.factor**tries, told_s or 0.0)
+        told_s = retry_after_s(request, replica.scheduler)
+        pause_s = max(self._spec.backoff_s * self._spec.factor**tries, told_s if told_s is not None and told_s < math.inf else 0.0)
         pause_s *= 1.0 + self._spec.jitter * float(self._rng.random())
         self.retries += 1
         self.waiting += 1

@@ -75,6 +75,20 @@ class Split:
         """Route a refused request again, by what is chosen for it now."""
         return (self.candidate if self.chooses(request) else self.baseline).resubmit(request, output_tokens)
 
+    def abort(self, request_id: int, position: int) -> bool:
+        """Drop a request that the replica at ``position`` has; False when it has left already."""
+        cluster, index = self._variant_of(position)
+        return cluster.abort(request_id, index)
+
+    def takes(self, position: int) -> bool:
+        """Whether the replica at ``position`` is in service."""
+        cluster, index = self._variant_of(position)
+        return cluster.signals.online(index)
+
+    def _variant_of(self, position: int) -> tuple[Cluster, int]:
+        first = len(self.baseline.replicas)
+        return (self.baseline, position) if position < first else (self.candidate, position - first)
+
     def on_outcome(self, watcher: Callable[[int, float, str], None]) -> None:
         """Call ``watcher(request_id, time_s, status)`` when a request leaves, at that time."""
         self.baseline.on_outcome(watcher)

@@ -36,6 +36,6 @@ def serve(
         from sim.live import SimBackend
 
         backend = SimBackend(loaded, speed=speed)
-        return backend, f"{backend.llm} (simulated, {len(backend.cluster.replicas)} x {loaded.cluster.gpu})"
+        return backend, f"{backend.llm} (simulated, {backend.fleet})"
 
     serve_backend(build, host=host, port=port, max_waiting=max_waiting, drain_s=drain_s)

@@ -30,17 +30,25 @@ class Generation:
 
 
 class Departure(NamedTuple):
-    """A request has left at ``time_s`` by the backend's clock. ``detail``: the limit that refused it, or what went wrong."""
+    """A request has left at ``time_s`` by the backend's clock. ``detail``: the limit that refused it, or what went wrong.
+
+    ``retry_after_s``: after so many real seconds a refused request is worth another try, says the admission policy; infinite: never,
+    None: it says nothing.
+    """
 
     request_id: int
     status: str
     time_s: float
     detail: str = ""
     scheduled_s: float = float("nan")
+    retry_after_s: float | None = None
 
 
 class ReplicaState(NamedTuple):
-    """One replica now. ``kv_usage`` is a fraction; the rest counts from the start, the prefix cache in tokens."""
+    """One replica now. ``kv_usage`` is a fraction; counts are from the start, the prefix cache's in tokens.
+
+    ``state``: ``ready`` takes requests (see ``sim.dynamics``). ``pool``: what it is there for, where replicas differ.
+    """
 
     running: int
     waiting: int
@@ -48,6 +56,8 @@ class ReplicaState(NamedTuple):
     preemptions: int
     prefix_queries: int
     prefix_hits: int
+    state: str = "ready"
+    pool: str = ""
 
 
 class Decoder(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from http import HTTPStatus
 from typing import Any
 
@@ -11,7 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-NEVER_FITS = ("kv_capacity", "max_model_len")  # limits that no waiting will move
+from serving.refusal import FOR_GOOD
+
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -37,11 +39,14 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers)
 
 
-def refused(limit: str, retry_after_s: int) -> ApiError:
-    """What a client is told whose request was turned away at ``limit``."""
-    if limit in NEVER_FITS:
+def refused(limit: str, retry_after_s: float) -> ApiError:
+    """What a client is told whose request was turned away at ``limit``, and is to come back after so many seconds; infinite: never."""
+    if limit in FOR_GOOD:
         return ApiError(400, f"the request can never be served: it exceeds the limit '{limit}'", code=limit)
-    return ApiError(429, f"too many requests: refused by the limit '{limit}'; try again later", code=limit, retry_after_s=retry_after_s)
+    if retry_after_s == math.inf:
+        return ApiError(429, f"refused by the limit '{limit}', which this request would not pass later either: make it smaller", code=limit)
+    seconds = max(1, math.ceil(retry_after_s))
+    return ApiError(429, f"too many requests: refused by the limit '{limit}'; try again later", code=limit, retry_after_s=seconds)
 
 
 def invalid(error: ValidationError) -> ApiError:

@@ -180,7 +180,8 @@ class Endpoint:
 
     def _raise_unless_answered(self, end: Departure) -> None:
         if end.status == "rejected":
-            raise refused(end.detail, self._service.limits.retry_after_s)
+            told_s = end.retry_after_s
+            raise refused(end.detail, self._service.limits.retry_after_s if told_s is None else told_s)
         if end.status not in ENDINGS:
             raise _failure(end)
 

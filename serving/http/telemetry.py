@@ -137,6 +137,12 @@ class Telemetry:
             for index, state in enumerate(stats):
                 family.add_metric([self._llm, str(index)], getattr(state, field))
             yield family
+        states = GaugeMetricFamily(
+            PREFIX + "replica_state", "1 for the state that a replica is in.", labels=["model_name", "engine", "pool", "state"]
+        )
+        for index, state in enumerate(stats):
+            states.add_metric([self._llm, str(index), state.pool, state.state], 1)
+        yield states
 
 
 class _Families:

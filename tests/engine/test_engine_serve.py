@@ -208,6 +208,20 @@ def test_admission_is_back_pressure_here_too():
     scene(backend, act)
 
 
+def test_a_refused_client_hears_what_the_policy_says_of_coming_back():
+    spec = scenario(policy={"admission": {"name": "token_bucket", "tokens_per_s": 10.0, "burst_tokens": 100.0}})
+    backend = stubbed(spec=spec, step_s=0.002)
+
+    async def act(app) -> None:
+        assert (await Call(app, "/v1/completions", {"prompt": tokens(90), "max_tokens": 1}).finished()).status == 200
+        refused = await Call(app, "/v1/completions", {"prompt": tokens(60), "max_tokens": 1}).finished()
+        assert refused.status == 429 and refused.headers["retry-after"] in ("4", "5")  # 50 tokens are missing, less what has dripped in
+        never = await Call(app, "/v1/completions", {"prompt": tokens(101), "max_tokens": 1}).finished()
+        assert never.status == 429 and "retry-after" not in never.headers
+
+    scene(backend, act)
+
+
 def test_a_real_decoder_samples_by_seed_whoever_else_is_served():
     spec = scenario(policy={"batching": {"max_batch_tokens": 64, "max_batch_seqs": 8}})
     tiny = runner(TINY, blocks=200, block_tokens=16)

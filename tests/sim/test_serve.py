@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +22,8 @@ import httpx
 from asgi import Call
 
 import twinserve
-from serving.clients import OpenLoop
 from serving.http.app import build_app
-from serving.http.backend import Generation
-from serving.request import Arrival, Request
 from serving.scenario import Scenario, from_mapping
-from sim.fleet import build_fleet, new_metrics, resolve
 from sim.live import SimBackend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,68 +36,6 @@ def scenario(**parts) -> Scenario:
         "workload": {"requests": 10, "arrivals": {"process": "poisson", "rate_rps": 1.0}, "prompt_tokens": 100, "output_tokens": 40},
     }  # fmt: skip
     return from_mapping({**plain, **parts})
-
-
-class Hands:
-    """A clock that is set by hand."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-CASES = {
-    "roomy": {},
-    "tight pool that preempts": {"kv_cache": {"blocks": 120}, "policy": {"batching": {"max_batch_tokens": 256, "max_batch_seqs": 32}}},
-    "two replicas": {"cluster": {"gpu": "h100-sxm", "replicas": 2}},
-    "a step ahead": {"policy": {"batching": {"max_in_flight": 2}}},
-    "a window": {"policy": {"batching": {"window": {"name": "fixed", "window_s": 0.05, "size": 4}}}},
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_live_tokens_come_at_the_instants_of_the_offline_simulation(case):
-    """The fast simulation, which takes runs of steps, against the live one: first and last token of every request, to the bit."""
-    spec = scenario(**CASES[case])
-    rng = np.random.default_rng(3)
-    arrivals, at_s = [], 0.0
-    for request_id in range(40):
-        at_s += float(rng.exponential(0.02))
-        prompt = int(rng.integers(20, 400))
-        arrivals.append(Arrival(Request(request_id, at_s, prompt, 1 + int(rng.integers(1, 90)), class_name="default"), 10_000))
-    metrics = new_metrics(spec, keep_rows=True)
-    fleet = build_fleet(spec, {"replicas": resolve(spec)}, metrics)
-    OpenLoop(fleet, iter(arrivals))
-    fleet.env.run()
-    fleet.drain()
-    offline = metrics.columns()
-
-    clock, stamps = Hands(), defaultdict(list)
-    backend = SimBackend(spec, clock=clock)
-    deliver = backend.streams.deliver
-    backend.streams.deliver = lambda end_s, tokens: ([stamps[each].append(end_s) for each in tokens], deliver(end_s, tokens))
-    for request, _ in arrivals:
-        while clock.now_s + 0.0137 < request.arrival_s:  # look in now and then, at no special instants
-            clock.now_s += 0.0137
-            backend.advance()
-        clock.now_s = request.arrival_s
-        backend.advance()
-        content = [request.request_id * 1000 + position for position in range(request.prompt_tokens)]
-        backend.submit(Generation(content, request.max_output_tokens, ignore_eos=True))
-    clock.now_s += 1000.0
-    backend.advance()
-
-    assert backend.streams.live == 0
-    assert [len(stamps[each]) for each in range(40)] == offline["output_tokens"].tolist()
-    assert [stamps[each][0] for each in range(40)] == offline["first_token_s"].tolist()
-    assert [stamps[each][-1] for each in range(40)] == offline["finish_s"].tolist()
-    assert all(np.all(np.diff(each) > 0) for each in stamps.values())
-    if "preempts" in case:
-        assert offline["preemptions"].sum() > 0
-    for replica in backend.cluster.replicas:
-        replica.scheduler.check()
 
 
 def scene(backend: SimBackend, act, **limits) -> None:
@@ -161,7 +94,7 @@ def test_clients_that_hang_up_give_their_blocks_back():
         await asyncio.gather(*(call.finished() for call in calls))
         answer = await Call(app, "/v1/completions", {"prompt": "who is left", "max_tokens": 2, "ignore_eos": True}).finished()
         assert answer.status == 200
-        assert pool.free == pool.total and not backend._homes
+        assert pool.free == pool.total and not backend._here
         backend.cluster.replicas[0].scheduler.check()
 
     scene(backend, act)
@@ -175,7 +108,7 @@ def test_an_admission_policy_is_back_pressure():
         await asyncio.gather(*(call.finished() for call in calls))
         refused = [call for call in calls if call.status == 429]
         assert refused and all(call.headers["retry-after"] and call.json()["error"]["code"] == "max_queue" for call in refused)
-        assert {call.status for call in calls} == {200, 429} and not backend._homes
+        assert {call.status for call in calls} == {200, 429} and not backend._here
 
     scene(backend, act)
 
@@ -245,7 +178,7 @@ def test_when_a_policy_raises_its_requests_fail_and_the_server_stays_up(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["pd-8xh200"], "cluster.pools"), (["replica-loss"], "faults"), (["quickstart", "--speed", "0"], "--speed"),
+        (["edge-to-centre"], "sites"), (["quickstart", "--set", "stages=[{name: safety, service_s: 0.01}]"], "stages"), (["quickstart", "--speed", "0"], "--speed"),
         (["quickstart", "--port", "70000"], "--port"), (["quickstart", "--drain-s", "-1"], "--drain-s"), (["no-such-scenario"], "no-such-scenario"),
     ],
 )  # fmt: skip
