@@ -29,6 +29,11 @@ class FleetSignals:
         self._read = [0] * replicas
         self.taking = [True] * replicas
         self.delivery: Delivery | None = None
+        self.replicas: list[Replica] = []
+        self.reads_queues = False  # for policies that ask for what is below
+        self._waiting = [0] * replicas
+        self._kv_use = [0.0] * replicas
+        self._seen_s = [-1.0] * replicas  # when each queue was read
 
     def distance_s(self, replica: int) -> float:
         """Seconds before the first byte of the request being routed could reach the replica; 0 where requests cross no links."""
@@ -47,8 +52,27 @@ class FleetSignals:
         """Whether the replica takes requests."""
         return self.taking[replica]
 
-    def read(self, replicas: list[Replica]) -> None:
-        """Take in the requests that have left each replica."""
+    def waiting(self, replica: int) -> int:
+        """Requests that waited there to be admitted, at the latest reading."""
+        return self._waiting[replica]
+
+    def kv_use(self, replica: int) -> float:
+        """Share of its KV blocks that requests held, at the latest reading."""
+        return self._kv_use[replica]
+
+    def cached_blocks(self, replica: int, keys: tuple) -> int:
+        """Leading blocks of a prefix that the replica holds, as it tells its router itself."""
+        return self.replicas[replica].scheduler.pool.match(keys, len(keys)).blocks
+
+    def read(self, replicas: list[Replica], as_of_s: float = 0.0) -> None:
+        """Take in the requests that have left each replica, and its queue and pool where the policy asks for them: engines tell of
+        those once a step, so what came during a step that has not ended is not seen."""
+        for replica in replicas if self.reads_queues else ():
+            index = replica.index
+            if replica.last_end_s > self._seen_s[index] or not replica.executing:
+                pool = replica.scheduler.pool
+                self._waiting[index], self._kv_use[index] = replica.scheduler.waiting_count, 1.0 - pool.free / pool.total
+                self._seen_s[index] = as_of_s
         for replica in replicas:
             finished = replica.finished_prompt_tokens
             index = replica.index
@@ -71,6 +95,8 @@ class Cluster:
         self.signals = FleetSignals(len(replicas))
         self.arrivals_end_s = 0.0
         self._routing = routing
+        self.signals.replicas = replicas
+        self.signals.reads_queues = getattr(routing, "needs_queues", False)
         self._signal_age_s = getattr(routing, "signal_age_s", 0.0)
         self._reads_load = getattr(routing, "needs_load", False) and len(replicas) > 1
         self._next_read_s = self._signal_age_s if self._reads_load and self._signal_age_s else math.inf
@@ -85,6 +111,11 @@ class Cluster:
     def online(self) -> int:
         """Replicas that take requests."""
         return self._online
+
+    @property
+    def routing(self) -> Routing:
+        """The policy that chooses replicas."""
+        return self._routing
 
     @property
     def held(self) -> int:
@@ -223,7 +254,7 @@ class Cluster:
 
     def _read(self, as_of_s: float) -> None:
         self.look(as_of_s)
-        self.signals.read(self.replicas)
+        self.signals.read(self.replicas, as_of_s)
 
     def look(self, as_of_s: float) -> None:
         """Let every replica do what it would have done by then, for whoever looks at it directly."""

@@ -162,6 +162,15 @@ class Fleet(Protocol):
     def least_outstanding(self) -> int:
         """The replica with the fewest outstanding tokens; the lowest among equals."""
 
+    def waiting(self, replica: int) -> int:
+        """Requests that waited there to be admitted; read for policies with ``needs_queues`` (and ``needs_load``)."""
+
+    def kv_use(self, replica: int) -> float:
+        """Share of its KV blocks that requests held; read for policies with ``needs_queues``."""
+
+    def cached_blocks(self, replica: int, keys: tuple) -> int:
+        """Leading blocks of a prefix that the replica holds, as it tells its router itself."""
+
 
 class Autoscaling(Protocol):
     """How many replicas there should be."""

@@ -115,6 +115,33 @@ def test_a_reading_holds_until_the_next_one():
     assert replicas_of(fresh, arrivals).tolist() == [0, 0, 0, 0, 0, 1]
 
 
+class Watcher:
+    """Sends everything to replica 0 and notes what it could have known of it."""
+
+    needs_load = needs_queues = True
+    signal_age_s = 0.0
+
+    def __init__(self, *, seen: list) -> None:
+        self._seen = seen
+
+    def route(self, request, fleet) -> int:
+        self._seen.append((fleet.waiting(0), round(fleet.kv_use(0), 4), fleet.cached_blocks(0, request.prefix_hashes)))
+        return 0
+
+
+def test_queues_are_seen_as_of_the_last_step_and_caches_as_they_are():
+    """Steps of a second, one sequence at a time, pages of 16: what comes during a step is seen when that step has ended."""
+    seen: list[tuple[int, float, int]] = []
+    arrivals = [Arrival(request(i, t, 32, prefix_hashes=(("a", 0), ("a", 1))), 2) for i, t in enumerate((0.0, 0.1, 0.2, 1.1, 2.1, 12.0))]
+    case = Case(blocks=101, replicas=2, max_batch_seqs=1, latency=Linear(1.0, 0.0, 0.0, 0.0))
+    serve(case.with_policy("routing", Watcher, seen=seen), arrivals)
+    first_step = (0, 0.0, 0)  # idle at 0.0; at 0.1 and 0.2 it has not told of the step it is in
+    assert seen[:3] == [first_step] * 3
+    assert seen[3] == (2, 0.03, 2), "after the prompt's step: two wait, three of 100 pages held, both full ones cached"
+    assert seen[4][0] == 2, "the first one has left, the second one is served, two wait"
+    assert seen[5] == (0, 0.0, 2), "all served: nothing held, the prefix still there"
+
+
 def test_prefix_affinity_raises_the_hit_rate():
     rng = np.random.default_rng(3)
     at_s = np.cumsum(rng.exponential(0.05, 400)).tolist()

@@ -14,7 +14,7 @@ from serving.catalog import load_gpu, load_llm
 from serving.errors import InputError
 from serving.plan import StepShape
 from validate.accuracy import accuracy
-from validate.measured import closed_loop, mlperf, routing_ladder, served, served_table
+from validate.measured import closed_loop, mlperf, openorca, routing_ladder, served, served_table
 from validate.measured.datasheet import floor_s, least_ratio
 from validate.measured.host_time import WithHostTime
 from validate.measured.row import row
@@ -138,20 +138,36 @@ def test_a_missing_column_is_named(tmp_path):
 
 def test_lengths_of_the_mlperf_run_follow_from_its_summary(data_dir):
     (submission,) = mlperf.find(data_dir / "measured" / "vllm_0.9.2_llama-3.1-70b-fp8_8xh200_mlperf")
-    lengths = mlperf.output_lengths(submission.summaries["server"])
-    assert lengths["median"] == pytest.approx(267.3, abs=0.1) and lengths["sigma"] == pytest.approx(0.452, abs=0.001)
-    del submission.summaries["server"].stated["tpot_s"]
+    server = submission.summaries["server"]
+    shares, lengths = mlperf.output_lengths(server)
+    assert shares == [0.0, 0.5, 0.9, 0.95, 0.99, 1.0] and lengths[1:3] == pytest.approx([267.3, 488.8], abs=0.1) and lengths[-2:] == [1024, 1024]
+    mean = sum((q - p) * (a + b) / 2 for p, q, a, b in zip(shares, shares[1:], lengths, lengths[1:]))
+    assert mean == pytest.approx(26903.40 / 90.89, rel=1e-9)
+    assert mlperf.samples(server, 93.45) == mlperf.samples(submission.summaries["offline"], 104.369) == 3 * 24_576
+    del server.stated["tpot_s"]
     with pytest.raises(InputError, match="does not state tpot_s"):
-        mlperf.output_lengths(submission.summaries["server"])
+        mlperf.output_lengths(server)
+
+
+def test_openorca_prompts_share_system_messages_and_nothing_else():
+    requests = [arrival.request for arrival in openorca.arrivals([0.0] * 20_000, [5] * 20_000, 16, 1)]
+    mean = 0.85 * 5_463_976 / 24_576
+    assert sum(each.prompt_tokens for each in requests) / len(requests) == pytest.approx(mean, rel=0.01)
+    seen, shared = set(), 0
+    for each in requests:
+        assert len(each.prefix_hashes) == each.prompt_tokens // 16
+        known = [key in seen for key in each.prefix_hashes]
+        assert known == sorted(known, reverse=True), "only the front is shared"
+        shared += sum(known)
+        seen.update(each.prefix_hashes)
+    assert 16 * shared / len(requests) == pytest.approx(42.4, abs=0.5)
 
 
 def test_the_ladder_is_read_and_routing_by_prefix_wins(data_dir):
     (ladder,) = routing_ladder.find(data_dir / "measured")
     assert len(ladder.stages) == 36 and ladder.kv_tokens == 461_376 and ladder.seconds[5.0] == 120
-    at_eight = {stage.policy: routing_ladder.simulate_stage(ladder, stage) for stage in ladder.stages if stage.rate_rps == 8.0}
-    for blind in ("load-scheduling", "random-scheduling"):
-        assert at_eight["precise-scheduling"][0] < 0.1 * at_eight[blind][0]
-        assert at_eight["precise-scheduling"][1] > 1.2 * at_eight[blind][1]
+    precise, blind = (routing_ladder.simulate_policy(ladder, policy)[8.0] for policy in ("precise-scheduling", "load-scheduling"))
+    assert precise[0] < 0.1 * blind[0] and precise[1] > 1.2 * blind[1]
 
 
 def test_orders_count_only_pairs_that_differ():

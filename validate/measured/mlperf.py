@@ -1,9 +1,7 @@
 """Replays an MLPerf Inference run: settings.yaml with LoadGen's summaries of the server and the offline scenario beside it.
 
-The data set's lengths are not in the summaries. Outputs: log-normal, their mean the tokens per sample, their median the median
-latency less the median first token over the median time per token, at most the 1,024 of the rules. Prompts: the mean of the
-benchmark's OpenOrca set, 294 tokens as Llama 2 counts (MLCommons' description of the benchmark), 15 % fewer as Llama 3 does
-(Meta's announcement of its tokenizer); both from memory. Their spread moves nothing at this load.
+Prompts are those of ``openorca``. Answers: their mean is the tokens per sample; a percentile is that of the latency less the
+median first token over the median time per token, at most the 1,024 of the rules; linear between percentiles.
 """
 
 from __future__ import annotations
@@ -15,15 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from serving.errors import InputError
+from serving.rng import stream
 from validate.importers import loadgen
 from validate.importers.imported import Imported
 from validate.importers.source import Source
+from validate.measured.openorca import LONGEST, arrivals
 from validate.measured.row import NOTHING, Row, row
 
-PROMPT_TOKENS, PROMPT_SIGMA, LONGEST = 250, 0.6, 1024
-SERVER_S = 600.0  # LoadGen's least duration
-OFFLINE_SAMPLES = 66_000
+BLOCK_TOKENS = 16
+SEED = 1
+LEAST_S = 600.0  # LoadGen's least duration
+# The README files of the submission's measurements (open/Krai/measurements/xd670_h200_x8_vllm_092) give each scenario its own limits.
+STATED_ELSEWHERE = {("vllm_0.9.2_llama-3.1-70b-fp8_8xh200_mlperf", "offline"): {"max_num_seqs": 1232, "max_num_batched_tokens": 8121}}
 STATED = {"ttft_s": ("p50", "p99"), "tpot_s": ("p50", "p99")}
 
 
@@ -66,15 +70,26 @@ def rows(submission: Submission) -> list[Row]:
     return result
 
 
-def output_lengths(server: Imported) -> dict[str, Any]:
-    """The log-normal of output lengths that the server summary implies. Raises InputError where it does not tell."""
+def output_lengths(server: Imported) -> tuple[list[float], list[float]]:
+    """Return the shares and the quantiles of output lengths that the server summary implies, the mean kept. Raises InputError where
+    it does not tell."""
     try:
         mean = server.rates["output_tokens_per_s"] / server.rates["requests_per_s"]
-        median = 1.0 + (server.stated["e2e_s"]["p50"] - server.stated["ttft_s"]["p50"]) / server.stated["tpot_s"]["p50"]
+        latency, first, each = server.stated["e2e_s"], server.stated["ttft_s"]["p50"], server.stated["tpot_s"]["p50"]
+        known = [min(1.0 + (latency[name] - first) / each, LONGEST) for name in ("p50", "p90", "p95", "p99", "max")]
     except KeyError as error:
         raise InputError(str(server.source), f"does not state {error.args[0]}", "output lengths cannot be told without it") from None
-    sigma = math.sqrt(2.0 * math.log(mean / median)) if mean > median else 0.0
-    return {"dist": "lognormal", "median": median, "sigma": sigma, "max": LONGEST}
+    shares = [0.5, 0.9, 0.95, 0.99, 1.0]
+    upper = sum((q - p) * (a + b) / 2 for p, q, a, b in zip(shares, shares[1:], known, known[1:]))
+    least = 4.0 * (mean - upper) - known[0]  # the lower half is 0.5 (least + median) / 2
+    return [0.0, *shares], [min(max(least, 1.0), known[0]), *known]
+
+
+def samples(summary: Imported, rate_rps: float) -> int:
+    """Return how many samples LoadGen asked for: what its least duration needs, rounded up to whole passes over the data set, as
+    ``sample_concatenate_permutation`` does (73,728 in both scenarios by the detailed logs of this submission)."""
+    once = int(summary.facts["performance_sample_count"])
+    return once * math.ceil(rate_rps * LEAST_S / once)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,37 +98,39 @@ class _Simulated:
     words: str
 
 
-def _simulate(submission: Submission, name: str, summary: Imported, lengths: Mapping[str, Any]) -> _Simulated:
+def _simulate(submission: Submission, name: str, summary: Imported, lengths: tuple[list[float], list[float]]) -> _Simulated:
     from serving.scenario import from_mapping
     from sim.run import simulate
 
+    draws = stream(SEED, f"mlperf.{name}")
     if name == "offline":
-        requests, arrivals = OFFLINE_SAMPLES, {"process": "all_at_once"}
+        times = [0.0] * samples(summary, summary.rates["requests_per_s"])
     else:
         rate_rps = float(summary.facts["scheduled_samples_per_second"])
-        requests, arrivals = int(rate_rps * SERVER_S), {"process": "poisson", "rate_rps": rate_rps}
-    workload = {"requests": requests, "arrivals": arrivals, "output_tokens": dict(lengths)}
-    workload["prompt_tokens"] = {"dist": "lognormal", "median": PROMPT_TOKENS * math.exp(-(PROMPT_SIGMA**2) / 2), "sigma": PROMPT_SIGMA, "max": LONGEST}
-    scenario = _scenario(submission) | {"workload": workload}
+        times = np.cumsum(draws.exponential(1.0 / rate_rps, samples(summary, rate_rps))).tolist()
+    answers = np.rint(np.interp(draws.random(len(times)), *lengths)).astype(int).tolist()
+    requests = arrivals(times, answers, BLOCK_TOKENS, SEED)
+    scenario = _scenario(submission, name)
     words = "silicon"
     try:
         loaded = from_mapping(scenario | {"latency": {"name": "silicon", "engine": "vllm"}})
-        result = simulate(loaded, saturated_rps=1.0)
+        result = simulate(loaded, arrivals=requests, saturated_rps=1.0)
     except InputError as error:
         if "silicon" not in str(error):
             raise
         words = "roofline"
-        result = simulate(from_mapping(scenario), saturated_rps=1.0)
+        result = simulate(from_mapping(scenario), arrivals=requests, saturated_rps=1.0)
     return _Simulated(result.summary, words)
 
 
-def _scenario(submission: Submission) -> dict[str, Any]:
-    settings, where = submission.settings, str(submission.folder / "settings.yaml")
+def _scenario(submission: Submission, name: str) -> dict[str, Any]:
+    settings = {**submission.settings, **STATED_ELSEWHERE.get((submission.folder.name, name), {})}
+    where = str(submission.folder / "settings.yaml")
     try:
         count, gpu = re.fullmatch(r"(\d+) x (\w+),.*", settings["gpus"]).groups()
         batching = {"name": "chunked_prefill", "max_batch_tokens": settings["max_num_batched_tokens"], "max_batch_seqs": settings["max_num_seqs"]}
         llm, dtype = re.fullmatch(r"(\S+?)-Instruct, (\w+)", settings["llm"]).groups()
-        cache = {"memory_fraction": settings["gpu_memory_utilization"], "prefix_caching": False}
+        cache = {"memory_fraction": settings["gpu_memory_utilization"], "prefix_caching": True, "block_tokens": BLOCK_TOKENS}
     except (KeyError, AttributeError) as error:
         raise InputError(where, f"lacks or does not state clearly: {error}", "gpus: '8 x H200, ...', llm: 'Llama-3.1-70B-Instruct, fp8'") from None
     return {
@@ -125,6 +142,7 @@ def _scenario(submission: Submission) -> dict[str, Any]:
         "latency": {"name": "roofline"},
         "kv_cache": cache,
         "policy": {"batching": batching, "routing": "round_robin"},
+        "workload": {"requests": 1, "arrivals": {"process": "all_at_once"}, "prompt_tokens": 1, "output_tokens": 1},
     }
 
 

@@ -1,13 +1,16 @@
 """Replays a ladder of request rates over several routing policies: <n>-capacity.csv with workload.yaml beside it.
 
-Each stage is simulated alone behind the warm-up stage, after which the fleet empties and keeps its prefix caches, as the load
-generator waits for a stage's answers before it begins the next. Arrivals are taken as Poisson and the prompts as drawn evenly.
+Each policy is simulated once, through the warm-up and all stages: the pods keep their caches and the router what it believes, and the
+load generator waits for a stage's answers before it begins the next. What the folder does not say is from the sources of the load
+generator (inference-perf) and from the report that the figures come from (llm-d, benchmarking/37-capacity): exponential gaps, scaled
+to the stage's length; prompts shuffled once and sent in that order, from the first one in every stage; pages of 64 tokens.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +24,25 @@ from serving.rng import stream
 from validate.importers.source import Source, number
 from validate.measured.row import NOTHING, Progress, Row, row
 
-BLOCK_TOKENS = 16
+BLOCK_TOKENS = 64
 SEED = 1
-SETTLED_S = 300.0  # from the end of the warm-up to the measured stage
-LRU_BLOCKS = 31_250  # that the estimating scorer remembers for each server, its default
+SETTLED_S = 900.0  # from the end of a stage's arrivals to the next stage: the fleet is idle by then
+# The generator draws token ids, and what it sends is their text: Llama 3's tokenizer makes 8,349 of 8,000 and 1,044 of 1,000 (means of 40 and 200 draws).
+RETOKENISED = 1.044
+# Its text has 5.54 characters a token. The estimating scorer hashes 64 characters at a time, the first 256 such pieces of a prompt, and remembers
+# 31,250 of them for each pod: its defaults.
+CHARACTERS, PIECE, PIECES, REMEMBERED = 5.54, 64, 256, 31_250
 SCORERS = "validate.measured.scorers"
 POLICIES: dict[str, dict[str, Any]] = {
-    "precise-scheduling": {"name": f"{SCORERS}:Scored", "prefix_weight": 2.0, "load_weight": 2.0},  # remembers as much as a pod holds
-    "default-scheduling": {"name": f"{SCORERS}:Scored", "prefix_weight": 2.0, "load_weight": 2.0, "blocks_per_replica": LRU_BLOCKS},
-    "load-scheduling": {"name": "least_outstanding_tokens"},
-    "random-scheduling": {"name": f"{SCORERS}:Random"},
+    "precise-scheduling": {"name": f"{SCORERS}:Scored", "prefix_weight": 2.0},
+    "default-scheduling": {
+        "name": f"{SCORERS}:Scored",
+        "prefix_weight": 2.0,
+        "considered_blocks": round(PIECE * PIECES / CHARACTERS / BLOCK_TOKENS),
+        "believed_blocks": round(PIECE * REMEMBERED / CHARACTERS / BLOCK_TOKENS),
+    },
+    "load-scheduling": {"name": f"{SCORERS}:Scored"},
+    "random-scheduling": {"name": "random"},
 }
 DISTINCT = 0.10  # measured TTFT of two policies that differ by less than this have no order
 
@@ -66,16 +78,19 @@ def find(root: Path) -> list[Ladder]:
 def rows(ladder: Ladder, progress: Progress | None = None) -> list[Row]:
     """Return mean TTFT and output rate of every stage, and the highest output rate of each policy over the ladder."""
     result, name = [], ladder.folder.name
-    best: dict[str, list[tuple[float, float]]] = {}
-    for done, stage in enumerate(ladder.stages):
-        ttft_s, tokens_per_s = simulate_stage(ladder, stage)
-        dataset = f"{name}/{stage.policy}/{stage.rate_rps:g} rps"
-        result.append(_row(dataset, "ttft_s", stage.ttft_s, ttft_s))
-        result.append(_row(dataset, "output_tokens_per_s", stage.output_tokens_per_s, tokens_per_s))
-        best.setdefault(stage.policy, []).append((stage.output_tokens_per_s, tokens_per_s))
+    policies = list(dict.fromkeys(stage.policy for stage in ladder.stages))
+    for done, policy in enumerate(policies):
+        simulated = simulate_policy(ladder, policy)
+        best = []
+        for stage in (stage for stage in ladder.stages if stage.policy == policy):
+            ttft_s, tokens_per_s = simulated[stage.rate_rps]
+            dataset = f"{name}/{policy}/{stage.rate_rps:g} rps"
+            result.append(_row(dataset, "ttft_s", stage.ttft_s, ttft_s))
+            result.append(_row(dataset, "output_tokens_per_s", stage.output_tokens_per_s, tokens_per_s))
+            best.append((stage.output_tokens_per_s, tokens_per_s))
+        result.append(_row(f"{name}/saturation/{policy}", "output_tokens_per_s", *(max(column) for column in zip(*best))))
         if progress is not None:
-            progress(done + 1, len(ladder.stages))
-    result += [_row(f"{name}/saturation/{policy}", "output_tokens_per_s", *(max(column) for column in zip(*pairs))) for policy, pairs in best.items()]
+            progress(done + 1, len(policies))
     return result
 
 
@@ -95,46 +110,50 @@ def orders(found: list[Row]) -> list[tuple[str, str, str, bool]]:
     return result
 
 
-def simulate_stage(ladder: Ladder, stage: Stage) -> tuple[float, float]:
-    """Return the simulated mean TTFT and output tokens per second of the stage."""
+def simulate_policy(ladder: Ladder, policy: str) -> dict[float, tuple[float, float]]:
+    """Return the simulated mean TTFT and output tokens per second of each stage, by its rate."""
     from serving.scenario import from_mapping
     from sim.run import simulate
+    from validate.run_data import open_run
 
-    begin_s = ladder.warm_up[1] + SETTLED_S
-    scenario = from_mapping(_scenario(ladder, stage, begin_s))
-    arrivals = [*_arrivals(ladder, ladder.warm_up[0], 0.0, ladder.warm_up[1], 0)]
-    arrivals += _arrivals(ladder, stage.rate_rps, begin_s, ladder.seconds[stage.rate_rps], len(arrivals))
-    summary = simulate(scenario, arrivals=arrivals, saturated_rps=1.0).summary
-    return summary["ttft_s"]["mean"], summary["output_tokens_per_s"]
+    arrivals, stages = _arrivals(ladder)
+    with tempfile.TemporaryDirectory() as folder:
+        simulate(from_mapping(_scenario(ladder, policy)), arrivals=arrivals, saturated_rps=1.0, out=Path(folder) / "run")
+        table = open_run(Path(folder) / "run").requests.sort_values("request_id")
+        arrived_s, first_s, finished_s = (table[column].to_numpy() for column in ("arrival_s", "first_token_s", "finish_s"))
+    result = {}
+    for rate_rps, rows_of in stages.items():
+        seconds = finished_s[rows_of].max() - arrived_s[rows_of].min()
+        tokens = ladder.prefix["output_tokens"] * (rows_of.stop - rows_of.start)
+        result[rate_rps] = float((first_s - arrived_s)[rows_of].mean()), float(tokens / seconds)
+    return result
 
 
 def _row(dataset: str, metric: str, real: float, simulated: float) -> Row:
     return row(dataset, "vllm", "table (operator sample h100_sxm)", metric, "mean", real, simulated, NOTHING)
 
 
-def _arrivals(ladder: Ladder, rate_rps: float, begin_s: float, seconds: float, first_id: int) -> list[Arrival]:
-    """Poisson arrivals; each takes one of the prompts: its group's shared prefix and its own question."""
-    prefix = ladder.prefix
-    draws = stream(SEED, f"ladder.{rate_rps:g}")
-    times = begin_s + np.cumsum(draws.exponential(1.0 / rate_rps, int(rate_rps * seconds)))
-    prompts = draws.integers(prefix["groups"] * prefix["prompts_per_group"], size=len(times)).tolist()
-    shared, whole = prefix["shared_tokens"] // BLOCK_TOKENS, (prefix["shared_tokens"] + prefix["question_tokens"]) // BLOCK_TOKENS
-    tokens, output = prefix["shared_tokens"] + prefix["question_tokens"], prefix["output_tokens"]
-    result = []
-    for i, (time_s, prompt) in enumerate(zip(times.tolist(), prompts)):
-        group = prompt // prefix["prompts_per_group"]
-        keys = (*((group, block) for block in range(shared)), *((group, prompt, block) for block in range(shared, whole)))
-        result.append(Arrival(Request(first_id + i, time_s, tokens, output, prefix_hashes=keys), output))
-    return result
+def _arrivals(ladder: Ladder) -> tuple[list[Arrival], dict[float, slice]]:
+    """Return the requests of warm-up and stages, and which of them belong to each rate's stage."""
+    prefix, draws = ladder.prefix, stream(SEED, "ladder")
+    shared, tokens = (round(RETOKENISED * count) for count in (prefix["shared_tokens"], prefix["shared_tokens"] + prefix["question_tokens"]))
+    prompts = draws.permutation(prefix["groups"] * prefix["prompts_per_group"]).tolist()
+    begin_s, arrivals, stages = 0.0, [], {}
+    for rate_rps, seconds in (ladder.warm_up, *ladder.seconds.items()):
+        first, gaps = len(arrivals), draws.exponential(size=int(rate_rps * seconds))
+        for i, time_s in enumerate((begin_s + seconds * np.cumsum(gaps) / gaps.sum()).tolist()):
+            prompt = prompts[i % len(prompts)]
+            group = prompt // prefix["prompts_per_group"]
+            common, whole = shared // BLOCK_TOKENS, tokens // BLOCK_TOKENS
+            keys = (*((group, block) for block in range(common)), *((group, prompt, block) for block in range(common, whole)))
+            request = Request(first + i, time_s, tokens, prefix["output_tokens"], prefix_hashes=keys)
+            arrivals.append(Arrival(request, prefix["output_tokens"]))
+        stages[rate_rps] = slice(first, len(arrivals))
+        begin_s += seconds + SETTLED_S
+    return arrivals, stages
 
 
-def _scenario(ladder: Ladder, stage: Stage, begin_s: float) -> dict[str, Any]:
-    routing = dict(POLICIES[stage.policy])
-    blocks = ladder.kv_tokens // BLOCK_TOKENS
-    if ":" in routing["name"]:
-        routing["replicas"] = 4
-    if routing["name"].endswith("Scored"):
-        routing.setdefault("blocks_per_replica", blocks)
+def _scenario(ladder: Ladder, policy: str) -> dict[str, Any]:
     return {
         "version": 1,
         "name": ladder.folder.name,
@@ -142,10 +161,9 @@ def _scenario(ladder: Ladder, stage: Stage, begin_s: float) -> dict[str, Any]:
         "llm": "llama-3.1-70b",
         "cluster": {"gpu": "h100-sxm", "replicas": 4, "tensor_parallel": 4},
         "latency": {"name": "table", "profile": str(_operators(ladder.folder))},
-        "kv_cache": {"block_tokens": BLOCK_TOKENS, "blocks": blocks + 1, "prefix_caching": True},
-        "policy": {"batching": {"name": "chunked_prefill", "max_batch_tokens": 8192, "max_batch_seqs": 1024}, "routing": routing},
-        "workload": {"requests": 1, "arrivals": {"process": "poisson", "rate_rps": stage.rate_rps}, "prompt_tokens": 1, "output_tokens": 1},
-        "measure": {"warmup_s": begin_s},
+        "kv_cache": {"block_tokens": BLOCK_TOKENS, "blocks": ladder.kv_tokens // BLOCK_TOKENS + 1, "prefix_caching": True},
+        "policy": {"batching": {"name": "chunked_prefill", "max_batch_tokens": 8192, "max_batch_seqs": 1024}, "routing": POLICIES[policy]},
+        "workload": {"requests": 1, "arrivals": {"process": "poisson", "rate_rps": 1.0}, "prompt_tokens": 1, "output_tokens": 1},
     }
 
 
