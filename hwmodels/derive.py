@@ -20,6 +20,7 @@ import yaml
 
 from serving.catalog import read_entry
 from serving.errors import InputError
+from serving.llm import WEIGHT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 Fit = dict[str, float]
 PROFILED_MATRICES = {"qkv_proj": (6144, 4096), "o_proj": (4096, 4096), "gate_up_proj": (28672, 4096), "down_proj": (4096, 14336)}
 PROFILED_HEADS, PROFILED_KV_HEADS = 32, 8  # of the profile: Llama-3.1-8B
+EXPERT_DTYPES = {"bf16": "bfloat16", "fp8": "fp8_block", "mxfp4": "w4a16_mxfp4"}  # fp8 checkpoints of experts have scales by block
 ELEMENTWISE = {"latency_s": 3.0e-06, "memory_efficiency": 0.8}  # mem_empirical_constant_latency, mem_bw_empirical_scaling_factor
 
 
@@ -49,10 +51,11 @@ def derive(folder: Path, gpu: dict[str, Any], system: str) -> dict[str, Any]:
     prefill, version = _newest(folder / system / "attention" / "vllm", "context_attention_perf")
     decode, _ = _newest(folder / system / "attention" / "vllm", "generation_attention_perf")
     link = gpu.get("scale_up") or gpu["pcie"]
+    experts, also = _experts(folder / system / "moe" / "vllm", flops, bandwidth)
     return {
         "name": gpu["kernels"],
         "source": (
-            f"aiconfigurator-core 0.12.0 (Apache-2.0), systems/data/{system}, vLLM {gemm_version} GEMM and {version} attention kernels; "
+            f"aiconfigurator-core 0.12.0 (Apache-2.0), systems/data/{system}, vLLM {gemm_version} GEMM and {version} attention kernels{also}; "
             f"fitted by `python -m hwmodels.derive {system} {gpu['name']}`; elementwise: the constants of its system.yaml"
         ),
         "gemm": {dtype: fit_gemm(gemm[gemm.gemm_dtype == label], size, flops[dtype], bandwidth)
@@ -61,6 +64,7 @@ def derive(folder: Path, gpu: dict[str, Any], system: str) -> dict[str, Any]:
         "prefill_attention": fit_prefill(_attention_rows(prefill).rename(columns={"isl": "new"}), flops["bf16"], bandwidth),
         "decode_attention": fit_decode(_attention_rows(decode), flops["bf16"], bandwidth),
         "elementwise": ELEMENTWISE,
+        **({"experts": experts} if experts else {}),
         "link": link["kind"],
         "all_reduce": fit_all_reduce(_newest(folder / system / "comm" / "vllm", "custom_allreduce_perf")[0], float(link["bytes_per_s"])),
     }  # fmt: skip
@@ -111,6 +115,40 @@ def fit_gemm(table: pd.DataFrame, size: int, peak: float, bandwidth: float) -> F
     compute = 2 * m * n * k / peak
     memory = (size * (m * k + n * k) + 2 * m * n) / bandwidth
     return _fit(lambda x: x[0] * 1e-6 + np.maximum(compute / x[1], memory / x[2]), rows, np.maximum(compute, memory), (5.0, 0.7, 0.8),
+                ("latency_s", "compute_efficiency", "memory_efficiency"))  # fmt: skip
+
+
+def _experts(folder: Path, flops: dict[str, float], bandwidth: float) -> tuple[dict[str, Fit], str]:
+    """Fit the expert kernels by weight dtype, where tokens were dealt out evenly: there it is known how many experts were touched.
+
+    Also returns what to say of them in the source.
+    """
+    if not folder.is_dir():
+        return {}, ""
+    table, version = _newest(folder, "moe_perf")
+    even = table[(table.distribution == "balanced") & (table.moe_ep_size == 1) & (table.moe_tp_size <= 8) & (table.num_tokens <= 8192)]
+    fits = {}
+    for dtype, label in EXPERT_DTYPES.items():
+        rows = even[even.moe_dtype == label]
+        if len(rows) and (dtype != "fp8" or dtype in flops):
+            fits[dtype] = fit_experts(rows, WEIGHT_BYTES[dtype], flops.get(dtype, flops["bf16"]), bandwidth)
+    return fits, f", {version} expert kernels" if fits else ""
+
+
+def fit_experts(rows: pd.DataFrame, size: float, peak: float, bandwidth: float) -> Fit:
+    """Fit seconds = latency + flops / (peak x ec) + bytes / (bandwidth x em) of a layer's gated experts, ``size`` bytes a weight.
+
+    The latency is that of the whole operator: routing, both grouped products, activation and sum.
+    """
+    import numpy as np
+
+    hidden, experts, routed = (rows[name].to_numpy(float) for name in ("hidden_size", "num_experts", "num_tokens"))
+    routed = routed * rows.topk.to_numpy(float)
+    inner = np.ceil(rows.inter_size.to_numpy(float) / rows.moe_tp_size.to_numpy(float))
+    weights = 3 * hidden * inner
+    compute = 2 * routed * weights / peak
+    memory = (np.minimum(routed, experts) * weights * size + routed * (2 * hidden + 3 * inner) * 2) / bandwidth
+    return _fit(lambda x: x[0] * 1e-6 + compute / x[1] + memory / x[2], rows, np.maximum(compute, memory), (20.0, 0.5, 0.6),
                 ("latency_s", "compute_efficiency", "memory_efficiency"))  # fmt: skip
 
 

@@ -170,15 +170,27 @@ class Operators:
         up, down = llm.mlp_matrices(moe.expert_intermediate, self.tensor_parallel if ranks == 1 else 1)
         routed = tokens * moe.experts_per_token * (self.imbalance / ranks)
         touched = experts_touched(tokens, moe.experts, moe.experts_per_token) / ranks
-        costs = {
-            "experts_up": self.matmul(routed, up, self.expert_dtype, touched).times(layers),
-            "experts_down": self.matmul(routed, down, self.expert_dtype, touched).times(layers),
-            "expert_activation": self._activation(routed, up, down).times(layers),
-        }
+        if self.expert_dtype in self.gpu.kernels.experts:
+            costs = {"experts": self._grouped_experts(routed, touched, up, down).times(layers)}
+        else:
+            costs = {
+                "experts_up": self.matmul(routed, up, self.expert_dtype, touched).times(layers),
+                "experts_down": self.matmul(routed, down, self.expert_dtype, touched).times(layers),
+                "expert_activation": self._activation(routed, up, down).times(layers),
+            }
         if self.layout.data > 1:
             size = expert_exchange_bytes(tokens, llm.hidden, moe.experts_per_token, ranks, ACTIVATION_BYTES) * self.imbalance
             costs["expert_exchange"] = Cost(link_s=2 * self.links.all_to_all_s(size, ranks), kernels=2).times(layers)
         return costs
+
+    def _grouped_experts(self, rows: float, copies: float, up: Matrix, down: Matrix) -> Cost:
+        """``rows`` tokens through ``copies`` experts by the measured kernel of a whole layer, whose two sides do not overlap."""
+        fit, dtype = self.gpu.kernels.experts[self.expert_dtype], self.expert_dtype
+        flops = 2.0 * rows * (up.weights + down.weights)
+        moved = copies * (up.weights + down.weights) * WEIGHT_BYTES[dtype]
+        moved += rows * (up.inputs + up.outputs + down.inputs + down.outputs) * ACTIVATION_BYTES
+        return Cost(flops / (self.gpu.peak_flops(dtype) * fit.compute_efficiency), moved / (self.bandwidth * fit.memory_efficiency),
+                    fit.latency_s, kernels=3, overlapped=False)  # fmt: skip
 
     def _activation(self, rows: float, up: Matrix, down: Matrix) -> Cost:
         return self.elementwise(rows, (up.outputs + down.inputs) * ACTIVATION_BYTES)

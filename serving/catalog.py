@@ -61,6 +61,7 @@ class KernelTimes:
     prefill_attention: KernelFit
     decode_attention: KernelFit
     elementwise: KernelFit
+    experts: dict[str, KernelFit] = field(default_factory=dict)  # all routed experts of a layer, by weight dtype; gemm stands in
     link: str = ""  # the kind of link that all_reduce was measured on; on another one the datasheet link counts
     all_reduce: dict[int, LinkFit] = field(default_factory=dict)  # by tensor-parallel degree
     notes: str = ""

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from hwmodels.derive import derive_from_profile, fit_all_reduce, fit_decode, fit_gemm, fit_prefill, main
+from hwmodels.derive import derive_from_profile, fit_all_reduce, fit_decode, fit_experts, fit_gemm, fit_prefill, main
 from serving.catalog import CATALOG, read_entry
 
 PEAK, BANDWIDTH = 100e12, 1e12
@@ -38,6 +38,18 @@ def test_attention_tables_give_back_their_constants():
     decode["latency"] = (9e-6 + moved / (BANDWIDTH * 0.8) * (1 + 2 / (decode.batch_size * 8))) * 1e3
     fit = fit_decode(decode, PEAK, BANDWIDTH)
     assert (fit["memory_efficiency"], fit["half_saturation_units"]) == (pytest.approx(0.8, rel=1e-3), pytest.approx(2, rel=1e-2))
+
+
+def test_a_table_of_experts_gives_back_its_constants():
+    rows = pd.DataFrame(itertools.product([1, 8, 64, 512, 4096], [1, 4]), columns=["num_tokens", "moe_tp_size"])
+    rows = rows.assign(hidden_size=2048, inter_size=768, topk=8, num_experts=128)
+    inner, routed = 768 / rows.moe_tp_size, rows.num_tokens * 8
+    weights = 3 * 2048 * inner
+    moved = routed.clip(upper=128) * weights * 0.53125 + routed * (2 * 2048 + 3 * inner) * 2
+    rows["latency"] = (30e-6 + 2 * routed * weights / (PEAK * 0.6) + moved / (BANDWIDTH * 0.7)) * 1e3
+    fit = fit_experts(rows, 0.53125, PEAK, BANDWIDTH)
+    assert fit["latency_s"] == pytest.approx(30e-6, rel=1e-3)
+    assert (fit["compute_efficiency"], fit["memory_efficiency"]) == (pytest.approx(0.6, rel=1e-3), pytest.approx(0.7, rel=1e-3))
 
 
 def test_an_all_reduce_table_gives_back_its_constants():

@@ -174,7 +174,7 @@ def test_an_imbalance_stretches_experts_and_nothing_else():
     even, skewed = (model(Layout(tensor_parallel=4, expert_parallel=4), "mixtral-8x7b", imbalance=i) for i in (1.0, 2.0))
     shape = StepShape(((8192, 0),), logits_rows=1)
     one, two = even.describe(shape)["operators"], skewed.describe(shape)["operators"]
-    assert two["experts_up"]["seconds"] == pytest.approx(2 * one["experts_up"]["seconds"], rel=0.02)
+    assert 1.8 * one["experts"]["seconds"] < two["experts"]["seconds"] < 2 * one["experts"]["seconds"]  # the weights are read once
     assert all(two[name] == one[name] for name in one if not name.startswith("expert"))
 
 

@@ -103,6 +103,24 @@ def test_batch_one_decode_by_hand():
     assert priced.step_s(decode(1, 1000)) == pytest.approx((32 * per_layer + once) / 1e12, rel=1e-12)
 
 
+def test_measured_experts_by_hand():
+    """gpt-oss-20b, one token: 4 of 32 experts of a layer are read by one operator; its flops come on top, as the fit has them."""
+    fit = KernelFit(latency_s=30e-6, memory_efficiency=0.5, compute_efficiency=0.25)
+    plain = load_gpu("h100-sxm")
+    device = dataclasses.replace(plain, kernels=dataclasses.replace(plain.kernels, experts={"mxfp4": fit}))
+    operators = build("roofline", NO_HOST, llm=load_llm("gpt-oss-20b"), gpu=device).describe(decode(1, 1))["operators"]
+    weights = 3 * 2880 * 2880
+    moved = 4 * weights * (0.5 + 1 / 32) + 4 * (2880 + 5760 + 2880 + 2880) * 2
+    layer_s = 30e-6 + moved / (plain.memory_bytes_per_s * 0.5) + 2 * 4 * weights / (plain.peak_flops("bf16") * 0.25)
+    assert operators["experts"]["seconds"] == pytest.approx(24 * layer_s, rel=1e-12)
+    assert not {"experts_up", "experts_down", "expert_activation"} & set(operators)
+
+
+def test_experts_that_nobody_measured_cost_as_linear_layers():
+    operators = model("qwen3-30b-a3b", "a100-sxm-80gb").describe(decode(8, 100))["operators"]
+    assert {"experts_up", "experts_down", "expert_activation"} <= set(operators) and "experts" not in operators
+
+
 def test_prefill_by_hand():
     """A compute-bound chunk: two flops a weight and token, four a query-key pair and head dimension, LM head for one row."""
     fit = KernelFit(latency_s=0.0, memory_efficiency=1.0, compute_efficiency=0.5)
