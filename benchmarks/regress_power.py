@@ -1,7 +1,7 @@
 """What the gate of ``twinserve regress`` sees, and how often it cries wolf: an offline experiment on the default suite.
 
-    python -m benchmarks.regress_power                      # about 10 CPU minutes
-    python -m benchmarks.regress_power --pool 2400 --trials 400   # hours: every pair of a trial is used 4 times, not 48
+    python -m benchmarks.regress_power --pool 64                      # about 8 CPU minutes
+    python -m benchmarks.regress_power --pool 9600 --independent      # hours: no two trials share a pair
 
 Power: all step times of one scenario are multiplied by a factor, found such that the long-run p99 of TTFT (over all requests of a
 pool of replications) moves by 2 %; a trial draws as many pairs as the suite uses and asks whether *that metric* is stopped, after
@@ -10,13 +10,14 @@ Holm's correction over all metrics of all scenarios. Any stop is counted beside 
 False alarms: candidates without a true change. ``jitter``: every step is longer or shorter by up to 2 % at random, so that runs
 drift apart as those of another implementation would. ``unpaired``: the same policy with other seeds, the noisiest there is.
 
-Trials draw their pairs from a pool without replacement, so trials share pairs; the interval printed (Clopper-Pearson) treats them
-as independent. With ``--pool`` of trials x replications and ``--independent`` they are.
+Trials draw their pairs from a pool with replacement (without, trials would differ less than new ones do) and so share pairs; the
+interval printed (Clopper-Pearson) treats them as independent. With ``--pool`` of trials x replications and ``--independent`` they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import time
 from dataclasses import dataclass
@@ -128,8 +129,9 @@ class Trials:
             pairs = {}
             for name, base in self._base.items():
                 size = len(base.samples)
-                drawn = np.arange(trial * self._pairs, (trial + 1) * self._pairs) if self._independent else rng.choice(size, self._pairs, replace=False)
-                other = np.roll(drawn, 1) if unpaired else drawn
+                own = np.arange(trial * self._pairs, (trial + 1) * self._pairs)
+                drawn = own if self._independent else rng.integers(0, size, self._pairs)
+                other = (drawn + rng.integers(1, size, self._pairs)) % size if unpaired else drawn
                 pairs[name] = ([base.samples[i] for i in drawn], [candidate[name].samples[i] for i in other])
             stopped = gate.regressed(gate.changes_of(pairs), seed=trial)
             suite_hits += bool(stopped)
@@ -140,7 +142,7 @@ class Trials:
 def main(arguments: list[str] | None = None) -> int:
     """Run the experiment and print its figures; 1 when a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pool", type=int, default=200, help="replications of each scenario and kind")
+    parser.add_argument("--pool", type=int, default=64, help="replications of each scenario and kind")
     parser.add_argument("--trials", type=int, default=400)
     parser.add_argument("--pairs", type=int, default=REPLICATIONS, help="replications of a trial: what the suite uses")
     parser.add_argument("--suite", default="default")
@@ -153,7 +155,8 @@ def main(arguments: list[str] | None = None) -> int:
     members = load_suite(options.suite).members
     targets = [each for each in options.targets.split(",") if each] or [member.name for member in members]
     began_s = time.monotonic()
-    print(f"suite {options.suite}, {options.pairs} pairs a scenario, {options.trials} trials, pools of {options.pool} replications", flush=True)
+    size = f"{options.pairs} pairs a scenario, {options.trials} trials, pools of {options.pool} replications"
+    print(f"suite {options.suite}, {size}", flush=True)
     missed = False
     with Workers(options.jobs, 600.0) as workers:
         base = {member.name: pool(workers, member, options.pool) for member in members}
@@ -171,7 +174,9 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{member.name}: steps x {factor:.5f}, long-run p99 TTFT {change:+.2%}")
                 print(told("  its p99 TTFT is stopped", seen, options.trials))
                 print(told("  anything is stopped", anything, options.trials), flush=True)
-    print(f"{time.monotonic() - began_s:.0f} s by the clock", file=sys.stderr)
+    spent = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = sum(each.ru_utime + each.ru_stime for each in spent)
+    print(f"{time.monotonic() - began_s:.0f} s by the clock, {cpu_s:.0f} CPU seconds", file=sys.stderr)
     return int(missed)
 
 
