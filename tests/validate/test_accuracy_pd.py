@@ -120,6 +120,15 @@ def test_a_later_run_finds_its_prompts_cached_where_the_router_sends_them_to_the
     assert two[1].ttft_s > 0.8 * two[0].ttft_s and two[2].ttft_s < 0.3 * two[0].ttft_s
 
 
+def test_the_roofline_steps_in_where_the_package_cannot_price(monkeypatch):
+    monkeypatch.setattr(pd_replay, "PRICED_AS", "no-such-engine")
+    deployment, load = Deployment("gpt-oss-120b", "h200-sxm", "dgx-h200", 1, 1, 2), Load(2, 4, 256, 4.0, 8)
+    (figures,), words = pd_replay.replay(deployment, [load])
+    assert words == "roofline" and figures.output_tokens_per_s > 0
+    with pytest.raises(InputError, match="need 10 GPUs; the topology has 8"):
+        pd_replay.replay(Deployment("gpt-oss-120b", "h200-sxm", "dgx-h200", 2, 3, 2), [load])
+
+
 def test_a_few_rows_replayed_name_the_measured_best_ratio(copy):
     def short_answers(records):
         kept = [each for each in records if (each["isl"], each["osl"]) == ("2048", "128") and each["conc"] != "64"]
