@@ -58,6 +58,10 @@ EFFECTS = {
         "three tiers": (), "no answers": ("stages.0.retrieval.answers=null",),
         "documents only": ("stages.0.retrieval.answers=null", "stages.0.retrieval.results=null"),
         "none": tuple(f"stages.0.retrieval.{tier}=null" for tier in ("answers", "results", "texts"))}),
+    "B5": Effect("coherence", ("prefix_cache_hit_rate", "ttft_s.mean", "coherence.messages", "coherence.bytes", "coherence.lag_s.mean"), {
+        "every second": (), "told at once": ("policy.routing.period_s=0",), "every 10 s": ("policy.routing.period_s=10",), "every 60 s": ("policy.routing.period_s=60",),
+        "never": ("policy.routing.period_s=null",), "never, quorum of 3": ("policy.routing.period_s=null", "policy.routing.f=1"),
+        "never, quorum of 7": ("policy.routing.period_s=null", "policy.routing.f=3"), "one router": ("policy.routing=prefix_affinity",)}),
     "B6": Effect("kv-sharding", (*LATENCY, "kv_utilisation.max", "load_factor"), {
         "head": ("policy.sharding=head",), "layer": ("policy.sharding=layer",), "sequence": ("policy.sharding=sequence",)}),
     "B7": Effect("chat-8b", ("kv_utilisation.max", "tpot_s.mean", "e2e_s.mean"), {

@@ -120,6 +120,8 @@ def _parts_of_summary(
         extra["adapters"] = adapter_report(cluster.replicas, parts["replicas"].latency)
     if retries is not None:
         extra["back_pressure"] = retries.report()
+    if isinstance(cluster, Cluster) and hasattr(cluster.routing, "report"):
+        extra |= cluster.routing.report()
     if isinstance(cluster, SiteFleet):
         extra["sites"] = cluster.report()
     if dynamics is not None:

@@ -46,7 +46,7 @@ class PrefixAffinity:
                 score = blocks * tokens_per_key - self.load_weight * outstanding[replica]
                 if score > best_score and fleet.online(replica):
                     best, best_score = replica, score
-            self._remember(keys, best)
+            self.remember(keys, best)
         return best
 
     def _idle(self, fleet: Fleet, first: int) -> int:
@@ -69,7 +69,8 @@ class PrefixAffinity:
                 held[replica] = depth
         return held
 
-    def _remember(self, keys: tuple, replica: int) -> None:
+    def remember(self, keys: tuple, replica: int) -> None:
+        """A request with this prefix went to ``replica``."""
         served = self._served
         for depth in _depths(len(keys), self.stride_blocks):
             key = keys[depth - 1]
