@@ -17,7 +17,9 @@ from engine.clocks import NormalisedClock
 from engine.drafting.build import drafter_of, proposer_of, share_of_pages
 from engine.kv_formats import FORMATS
 from engine.loader import load, random_weights
+from engine.lora.slots import AdapterStore, LoraSlots
 from engine.model import DecoderWeights
+from engine.ops import load_adapters_op
 from engine.ranks import RankedRunner, Recipe
 from engine.run import Engine, check_servable, longest_sequence
 from engine.runner import Runner, RunnerOptions
@@ -37,7 +39,10 @@ REFERENCE_CONTEXT = 64
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """How to run. ``device`` auto takes a CUDA GPU if there is one, ``dtype`` auto is fp32 on CPU and bf16 on CUDA. ``weights`` None: random ones."""
+    """How to run. ``device`` auto takes a CUDA GPU if there is one, ``dtype`` auto is fp32 on CPU and bf16 on CUDA. ``weights`` None: random ones.
+
+    ``adapters`` is a folder of LoRA adapters by name; None: random ones.
+    """
 
     device: str = "auto"
     dtype: str = "auto"
@@ -45,6 +50,7 @@ class Choices:
     attention: str | None = None
     eager: bool = False
     threads: int = 1
+    adapters: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +69,6 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
     Raises InputError when the scenario asks for more than one GPU, a dtype or device is not there, or it does not fit (saying what would).
     """
     check_servable(scenario)
-    if scenario.adapters is not None:
-        raise InputError("adapters", "the engine runs the network itself, without adapters; the simulator has them", "leave it out")
     torch.set_num_threads(choices.threads)
     device = _device(choices.device)
     dtype_name = choices.dtype if choices.dtype != "auto" else ("bf16" if device.type == "cuda" else "fp32")
@@ -80,9 +84,10 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
     if scenario.speculation is not None and (scenario.retention is not None or ranks > 1):
         raise InputError("speculation", "the engine verifies drafts on one device, and drops no pages meanwhile", "leave it out")
     drafter = drafter_of(scenario, shape, weights)
+    lora = _lora(scenario, choices, shape, weights, ranks)
     use = measured_use(scenario, shape, weights, device)
-    if drafter is not None:
-        use = dataclasses.replace(use, weights=use.weights + drafter.bytes())
+    beside = (0 if drafter is None else drafter.bytes()) + (0 if lora is None else lora.bytes())
+    use = dataclasses.replace(use, weights=use.weights + beside)
     blocks = _blocks(scenario, llm, gpu, shape, use, dtype_name, share_of_pages(shape, drafter))
     longest = longest_sequence(scenario, blocks, shape.max_model_len)
     batching = scenario.policy.batching
@@ -96,13 +101,27 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
         runner = RankedRunner(Recipe(shape, DTYPES[dtype_name], scenario.seed, choices.weights), weights, options, ranks)
     else:
         watched = scenario.retention is not None and policies_of(scenario).retention.entropy_below > 0
-        runner = Runner(shape, weights, options, AttentionTrace(top=1, keep=False) if watched else None)
+        runner = Runner(shape, weights, options, AttentionTrace(top=1, keep=False) if watched else None, lora=lora)
     runner.warm_up()
     return Engine(
         runner, blocks, longest, shape.vocab, device_name(device, choices.threads), gpu.price_usd_per_h,
         {"torch": str(torch.__version__), "dtype": dtype_name, "weights": str(choices.weights.name) if choices.weights else "random"},
         proposer_of(scenario, drafter, options),
     )  # fmt: skip
+
+
+def _lora(scenario: Scenario, choices: Choices, shape: Architecture, weights: DecoderWeights, ranks: int) -> LoraSlots | None:
+    """The scenario's adapter slots on the device of ``weights``; None without any. Raises InputError."""
+    spec = scenario.adapters
+    if spec is None:
+        return None
+    if ranks > 1:
+        raise InputError("adapters", "the engine applies adapters on one device", "set cluster.tensor_parallel to 1")
+    mix = scenario.workload.adapters
+    store = AdapterStore(shape, spec.rank, folder=choices.adapters, seed=scenario.seed, names=() if mix is None else mix.all_names())
+    device = weights.embedding.device
+    apply = load_adapters_op("triton" if device.type == "cuda" else "torch")
+    return LoraSlots(shape, spec.slots, spec.rank, store, apply, dtype=weights.embedding.dtype, device=device)
 
 
 def _kv_format(scenario: Scenario) -> str | None:

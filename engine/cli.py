@@ -24,6 +24,7 @@ Seed = Annotated[int | None, typer.Option(metavar="N", help="Seed of every rando
 Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="fp32, bf16 or fp16; auto: fp32 on a CPU, bf16 on a GPU.")]
 Weights = Annotated[Path | None, typer.Option(metavar="DIR", help="A local folder of safetensors; default: random weights of the scenario's shape.")]
+Adapters = Annotated[Path | None, typer.Option(metavar="DIR", help="A folder of LoRA adapters, each a folder as PEFT writes it; default: random ones.")]
 Attention = Annotated[str | None, typer.Option(metavar="NAME", help="Attention back end; default: triton on a GPU, torch on a CPU.")]
 Eager = Annotated[bool, typer.Option("--eager", help="Capture no CUDA graphs.")]
 Threads = Annotated[int, typer.Option(metavar="N", help="Threads of torch on a CPU.")]
@@ -52,6 +53,7 @@ def run(
     device: Device = "auto",
     dtype: Dtype = "auto",
     weights: Weights = None,
+    adapters: Adapters = None,
     attention: Attention = None,
     eager: Eager = False,
     threads: Threads = 1,
@@ -71,7 +73,7 @@ def run(
     from engine.run import serve_scenario
     from serving.progress import ProgressBar
 
-    engine = build_engine(loaded, Choices(device, dtype, weights, attention, eager, threads))
+    engine = build_engine(loaded, Choices(device, dtype, weights, attention, eager, threads, adapters))
     engine, chosen = _clocked(engine, clock, reference_ms)
     with spare_the_collector(), ProgressBar("serving") as bar:
         expected = loaded.workload.requests

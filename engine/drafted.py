@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from engine.drafting import NOTHING, Ask, Proposer
 from engine.step import SequenceInput
 from engine.streams import Stream
 from serving.kv_pool import KVPool
 from serving.plan import BatchPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Drafted:
@@ -59,9 +65,9 @@ class Drafted:
         drafts = dict(zip([ask.request_id for ask in wanting], self._proposer.propose(wanting))) if wanting else {}
         return [self._entry(ask, *drafts.get(ask.request_id, NOTHING)) for ask in asks]
 
-    def _entry(self, ask: Ask, drafts, probabilities) -> SequenceInput:
+    def _entry(self, ask: Ask, drafts: Sequence[int], probabilities: Tensor | None) -> SequenceInput:
         tokens = [ask.tokens[-1], *drafts]
         start = len(ask.tokens) - 1
         blocks = self._pool.blocks_for(start + len(tokens))
         table = ask.table if len(ask.table) == blocks else ask.table[:blocks]
-        return SequenceInput(ask.request_id, tokens, start, table, len(tokens), ask.sampling, drafted=probabilities)
+        return SequenceInput(ask.request_id, tokens, start, table, len(tokens), ask.sampling, 0, probabilities, self._here[ask.request_id].adapter)

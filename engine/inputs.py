@@ -2,7 +2,7 @@
 
 ```
 sequences: decodes (one token each), then chunks        tokens: in the same order
-rows, context [S]   starts [C+1]   tokens, positions, slots [T]   selected, targets [R]
+rows, context [S]   starts [C+1]   tokens, positions, slots, adapters [T]   selected, targets [R]
 ```
 The device buffer has one address for ever, which captured graphs rely on. On CPU it is the host buffer itself. On CUDA two pinned host
 buffers take turns, so that a step can be prepared while the copy of the one before is still in flight.
@@ -34,6 +34,7 @@ class StepLayout(NamedTuple):
     row_owner: list[int]  # index into ``sequences`` of each sampled row
     row_positions: np.ndarray  # position of the token that each sampled row produces
     errors: dict[int, str]
+    adapted: bool = False  # some sequence has an adapter
 
 
 class Flat(NamedTuple):
@@ -49,9 +50,13 @@ class Flat(NamedTuple):
 class InputBuffers:
     """The buffers and their filling, for at most ``max_tokens`` tokens of ``max_seqs`` sequences."""
 
-    def __init__(self, max_tokens: int, max_seqs: int, block_tokens: int, vocab: int, device: torch.device) -> None:
+    def __init__(self, max_tokens: int, max_seqs: int, block_tokens: int, vocab: int, device: torch.device, *, adapters: bool = False) -> None:
+        """``adapters``: sequences may have one."""
         sizes = {"rows": max_seqs, "context": max_seqs, "starts": max_seqs + 1}
         sizes |= dict.fromkeys(("tokens", "positions", "slots", "selected", "targets"), max_tokens)
+        if adapters:
+            sizes["adapters"] = max_tokens
+        self._adapters = adapters
         self._block_tokens = block_tokens
         self._vocab = vocab
         self._cuda = device.type == "cuda"
@@ -79,19 +84,21 @@ class InputBuffers:
             counts = [len(seq.tokens) for seq in sequences]
         decodes = counts.count(1)
         # Transposed in C: a loop over hundreds of sequences per column would cost as much as the scheduler.
-        ids, tokens, start, blocks, wanted, _, dropped, _ = zip(*sequences) if sequences else ((),) * 8
+        ids, tokens, start, blocks, wanted, _, dropped, _, adapter = zip(*sequences) if sequences else ((),) * 9
         rows = list(map(tables.row, ids, blocks))
         flat = Flat(*(np.array(column, dtype=np.int64) for column in (counts, start, rows, wanted, dropped)))
         host = self._hosts[self._turn]
         total = self._fill_tokens(host, list(chain.from_iterable(tokens)), flat, tables)
         host["rows"][: len(rows)] = rows
+        if self._adapters:
+            host["adapters"][:total] = np.repeat(np.array(adapter, dtype=np.int32), flat.counts)
         held = flat.starts - flat.dropped
         host["context"][: len(rows)] = held + flat.counts
         np.cumsum(flat.counts[decodes:], out=host["starts"][1 : len(rows) - decodes + 1])
         owner, positions = _fill_selected(host, flat)
         chunks = tuple(zip(counts[decodes:], held[decodes:].tolist()))
         longest = int(held[:decodes].max()) + 1 if decodes else 0
-        return StepLayout(sequences, decodes, chunks, total, longest, owner, positions, errors)
+        return StepLayout(sequences, decodes, chunks, total, longest, owner, positions, errors, self._adapters and max(adapter, default=-1) >= 0)
 
     def _bad_tokens(self, sequences: Sequence[SequenceInput]) -> dict[int, str]:
         low, high = LAST_SAMPLED, self._vocab
@@ -120,8 +127,9 @@ class InputBuffers:
     def pad(self, layout: StepLayout, size: int) -> None:
         """Fill the rows beyond the decodes up to ``size``: one token at position 0 of the table row of zeros, written to the reserved block."""
         host, used = self._hosts[self._turn], layout.decodes
-        for name, value in (("rows", 0), ("context", 1), ("tokens", 0), ("positions", 0), ("slots", 0)):
-            host[name][used:size] = value
+        for name, value in (("rows", 0), ("context", 1), ("tokens", 0), ("positions", 0), ("slots", 0), ("adapters", -1)):
+            if name in host:
+                host[name][used:size] = value
 
     def send(self, tables: BlockTables) -> None:
         """Copy the filled buffer and the changed block-table entries to the device; the current stream waits for the copy, the host does not."""
@@ -138,8 +146,11 @@ class InputBuffers:
         self._sent[self._turn] = event
         compute.wait_event(event)
 
-    def attention_batch(self, layout: StepLayout, table: Tensor, decodes: int) -> AttentionBatch:
-        """Return what attention reads, as views of the device buffers; ``decodes`` may exceed the layout's by padding."""
+    def attention_batch(self, layout: StepLayout, table: Tensor, decodes: int, *, recorded: bool = False) -> AttentionBatch:
+        """Return what attention reads, as views of the device buffers; ``decodes`` may exceed the layout's by padding.
+
+        ``recorded``: for a graph, which must fit later batches too, with adapters and without.
+        """
         sequences = decodes + len(layout.chunks)
         tokens = decodes + layout.tokens - layout.decodes
         view = self.device
@@ -152,6 +163,7 @@ class InputBuffers:
             table=table,
             chunks=layout.chunks,
             max_context=layout.max_context,
+            adapters=view["adapters"][:tokens] if layout.adapted or (recorded and self._adapters) else None,
         )
 
 

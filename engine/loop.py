@@ -19,6 +19,7 @@ from engine.clocks import Clock
 from engine.drafted import Drafted
 from engine.drafting import Proposer
 from engine.flight import Decoding, Flight
+from engine.lora.residents import Residents
 from engine.messages import Left, Observer, Step, Submission
 from engine.prompts import Prompts
 from engine.step import StepInput, StepOutput
@@ -62,8 +63,10 @@ class Loop:
         self._observer = observer
         self._on_tokens = on_tokens
         self._watchers: list[Callable[[int, float, str], None]] = []
+        policies = scheduler.policies
+        self._residents = None if policies.adapters is None else Residents(policies.adapters)
         self._decodes: Decoding = (
-            Decodes(scheduler.pool, ahead=scheduler.flight.limit > 1, retains=scheduler.policies.retention is not None)
+            Decodes(scheduler.pool, ahead=scheduler.flight.limit > 1, retains=policies.retention is not None, adapted=policies.adapters is not None)
             if proposer is None else Drafted(scheduler.pool, proposer)
         )  # fmt: skip
         self._flights: deque[Flight] = deque()
@@ -197,12 +200,13 @@ class Loop:
             self._observer.planned(plan)
         if plan.decodes and plan.decodes != len(decodes.ids):
             decodes.drop_drained()
+        adapters = self._seat_adapters(plan) if self._residents is not None and plan.admitted else ()
         entries = decodes.entries(plan) if plan.decodes else []
         flight = Flight(plan, decodes, entries, [self.streams[seq.request_id] for seq in plan.completing])
         entries = entries + chunk_entries(plan, self.streams, pool)
         for stream in flight.completing:
             decodes.add(stream)
-        flight.batch = StepInput(entries, tuple(self._released), self._moves(plan))
+        flight.batch = StepInput(entries, tuple(self._released), self._moves(plan), adapters)
         flight.used_blocks = pool.total - pool.free
         flight.events_before_commits, self._events_before_commits = self._events_before_commits, []
         self._released.clear()
@@ -215,6 +219,13 @@ class Loop:
             flight.launched = self._runner.launch(flight.batch)
         except Exception as error:  # whatever a kernel or a third party's back end raises: find the request at fault
             flight.launched = run_one_by_one(self._runner, flight.batch, error)
+
+    def _seat_adapters(self, plan: BatchPlan) -> list[tuple[int, str]]:
+        """Tell the newcomers the slots of their adapters; returns which adapters must be copied into which."""
+        fresh = self._residents.refresh() if plan.adapter_loads else []
+        for seq in plan.admitted:
+            self.streams[seq.request_id].adapter = self._residents.slot(seq.request.adapter)
+        return fresh
 
     def _moves(self, plan: BatchPlan) -> list[Move]:
         """Pages to copy before the step: those evicted since the last one, then those that it reads back (their blocks are named by now)."""

@@ -19,6 +19,7 @@ from engine.architecture import Architecture
 from engine.attention import AttentionBackend
 from engine.attention.batch import AttentionBatch
 from engine.kv_cache import KvCache
+from engine.lora.slots import LoraSlots
 
 #: Called after each layer's attention with (layer, rotated q [T, H, D], residual before the layer [T, hidden]); the cache holds this step's keys.
 Observer = Callable[[int, Tensor, Tensor], None]
@@ -86,14 +87,16 @@ class Decoder:
     """Weights and the forward pass. Holds no cache and no sequence state."""
 
     def __init__(
-        self, shape: Architecture, weights: DecoderWeights, backend: AttentionBackend, ops: Any, reduce: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        """``reduce`` sums a tensor over the ranks that share every layer, in place; None: there is one."""
+        self, shape: Architecture, weights: DecoderWeights, backend: AttentionBackend, ops: Any, reduce: Callable[[Tensor], Tensor] | None = None,
+        lora: LoraSlots | None = None,
+    ) -> None:  # fmt: skip
+        """``reduce`` sums a tensor over the ranks that share every layer, in place; None: there is one. ``lora`` holds the adapters that batches name."""
         self.shape = shape
         self.weights = weights
         self.backend = backend
         self.ops = ops
         self._reduce = reduce
+        self._lora = lora
         self.device = weights.embedding.device
         self._rope = rope_tables(shape, self.device) if shape.positions == "rope" else None
 
@@ -107,7 +110,7 @@ class Decoder:
             x = self._attention(index, layer, x, residual, positions, batch, cache, observe)
             x = x if self._reduce is None else self._reduce(x)
             x, residual = ops.add_rmsnorm(x, residual, layer.mlp_norm, eps)
-            x = self._mlp(layer, x, batch)
+            x = self._mlp(index, layer, x, batch)
             x = x if self._reduce is None else self._reduce(x)
             last = index + 1 == len(weights.layers)
             x, residual = ops.add_rmsnorm(x, residual, weights.norm if last else weights.layers[index + 1].attention_norm, eps)
@@ -122,7 +125,7 @@ class Decoder:
     ) -> Tensor:
         shape = self.shape
         heads, kv_heads = shape.heads, shape.kv_heads
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, shape.head_dim)
+        qkv = self._adapted(F.linear(x, layer.qkv, layer.qkv_bias), x, index, "qkv", batch).view(-1, heads + 2 * kv_heads, shape.head_dim)
         rotated, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.q_norm is not None:
             q, k = rotated.split((heads, kv_heads), dim=1)
@@ -133,11 +136,17 @@ class Decoder:
         out = self.backend.attend(q, k, v, cache.keys[index], cache.values[index], batch, shape.window_of(index))
         if observe is not None:
             observe(index, q, residual)
-        return F.linear(out.reshape(-1, heads * shape.head_dim), layer.output)
+        out = out.reshape(-1, heads * shape.head_dim)
+        return self._adapted(F.linear(out, layer.output), out, index, "output", batch)
 
-    def _mlp(self, layer: LayerWeights, x: Tensor, batch: AttentionBatch) -> Tensor:
+    def _adapted(self, y: Tensor, x: Tensor, index: int, matrix: str, batch: AttentionBatch) -> Tensor:
+        """``y``, the product of ``x`` and a matrix, with what each row's adapter adds to it."""
+        return y if batch.adapters is None else self._lora.add(y, x, index, matrix, batch.adapters)
+
+    def _mlp(self, index: int, layer: LayerWeights, x: Tensor, batch: AttentionBatch) -> Tensor:
         if layer.experts is None:
-            return F.linear(self.ops.silu_mul(F.linear(x, layer.gate_up)), layer.down)
+            wide = self.ops.silu_mul(self._adapted(F.linear(x, layer.gate_up), x, index, "gate_up", batch))
+            return self._adapted(F.linear(wide, layer.down), wide, index, "down", batch)
         chosen, share = self._route(layer.experts, x)
         # A decode batch reads almost every expert's weights anyway and is bound by that reading; computing all of them for all
         # rows keeps the shapes independent of the routing, which a captured graph needs.

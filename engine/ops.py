@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 
 from serving.errors import InputError, nearest
@@ -18,4 +19,11 @@ def load_ops(name: str, where: str = "engine.ops") -> ModuleType:
         raise InputError(where, f"'{name}' cannot be loaded: {error}") from None
 
 
+def load_adapters_op(name: str) -> Callable[..., None]:
+    """Return ``add_adapters`` of the operations called ``name``. Raises as ``load_ops``."""
+    load_ops(name)
+    return importlib.import_module(ADAPTERS[name]).add_adapters
+
+
+ADAPTERS = {"torch": "engine.kernels.reference", "triton": "engine.kernels.lora"}
 OPS = {"torch": "engine.kernels.reference", "triton": "engine.kernels.pointwise"}

@@ -117,6 +117,9 @@ def serve_scenario(
         summary = metrics.summary(scenario=scenario.name, seed=scenario.seed, totals=totals)
         if scenario.speculation is not None:
             summary["speculation"] = accounts.drafts()
+        slots = loop.scheduler.policies.adapters
+        if slots is not None:
+            summary["adapters"] = {"loads": slots.loads, "hit_rate": slots.hits / (slots.hits + slots.loads) if slots.hits + slots.loads else None}
         if writer is not None:
             writer.publish(
                 scenario=resolved(scenario, engine), seed=scenario.seed, device=engine.device, summary=summary, requests=metrics.columns(),

@@ -24,6 +24,7 @@ from engine.host_pages import HostPages
 from engine.inputs import InputBuffers, StepLayout
 from engine.kv_cache import KvCache
 from engine.logits import LogitsProcessor
+from engine.lora.slots import LoraSlots
 from engine.model import Decoder, DecoderWeights
 from engine.ops import load_ops
 from engine.sampling import (
@@ -85,11 +86,11 @@ class Runner:
 
     def __init__(
         self, shape: Architecture, weights: DecoderWeights, options: RunnerOptions, trace: AttentionTrace | None = None,
-        reduce: Callable[[Tensor], Tensor] | None = None,
+        reduce: Callable[[Tensor], Tensor] | None = None, lora: LoraSlots | None = None,
     ) -> None:  # fmt: skip
         """Allocate the cache and all buffers. Raises InputError when the cache does not fit or a name is unknown.
 
-        With ``trace`` every step runs eagerly and attention of one layer is recorded. ``reduce``: see ``Decoder``.
+        With ``trace`` every step runs eagerly and attention of one layer is recorded. ``reduce`` and ``lora``: see ``Decoder``.
         """
         device, dtype = weights.embedding.device, weights.embedding.dtype
         length = options.max_model_len or shape.max_model_len
@@ -100,13 +101,14 @@ class Runner:
         self.device = device
         default = "triton" if device.type == "cuda" else "torch"
         backend = load(options.attention or default, geometry(shape, options.max_seqs, device))
-        self.decoder = Decoder(shape, weights, backend, load_ops(options.ops or default), reduce)
+        self.decoder = Decoder(shape, weights, backend, load_ops(options.ops or default), reduce, lora)
         if options.kv_format is not None and (options.attention or default) == "triton":
             raise InputError("kv_cache.dtype", f"the triton back end reads no {options.kv_format} pages", "use --attention torch")
         self.cache = KvCache(shape, blocks=options.blocks, block_tokens=options.block_tokens, dtype=dtype, device=device, narrow=options.kv_format)
         self.host_pages = HostPages(self.cache)
         self.tables = BlockTables(options.max_seqs, -(-length // options.block_tokens), device)
-        self.inputs = InputBuffers(options.max_batch_tokens, options.max_seqs, options.block_tokens, shape.vocab, device)
+        self.inputs = InputBuffers(options.max_batch_tokens, options.max_seqs, options.block_tokens, shape.vocab, device, adapters=lora is not None)
+        self._lora = lora
         self._trace = trace
         self._last_tokens = torch.zeros(options.max_seqs + 1, dtype=torch.int32, device=device)
         self._weights_version = 0
@@ -131,6 +133,8 @@ class Runner:
         begin = time.perf_counter()
         if batch.moves:
             self.host_pages.apply(batch.moves)
+        for slot, name in batch.adapters:
+            self._lora.put(slot, name)
         layout = self.inputs.fill(batch, self.tables)
         path = self.graphs.path(layout.decodes, len(layout.chunks))
         if path.padding:
@@ -202,8 +206,8 @@ class Runner:
         hidden = self._hidden(layout, layout.decodes)
         return self.decoder.logits(hidden.index_select(0, selected))
 
-    def _hidden(self, layout: StepLayout, decodes: int) -> Tensor:
-        batch = self.inputs.attention_batch(layout, self.tables.table, decodes)
+    def _hidden(self, layout: StepLayout, decodes: int, *, recorded: bool = False) -> Tensor:
+        batch = self.inputs.attention_batch(layout, self.tables.table, decodes, recorded=recorded)
         view, count = self.inputs.device, batch.slots.shape[0]
         tokens = view["tokens"][:count]
         # Each token's own sequence remembers its last sampled token; only decodes may ask for it.
@@ -214,7 +218,7 @@ class Runner:
 
     def _decode(self, rows: int) -> Tensor:
         """Return the logits of ``rows`` decodes from the static buffers: what a graph records."""
-        return self.decoder.logits(self._hidden(self._layout, rows))
+        return self.decoder.logits(self._hidden(self._layout, rows, recorded=True))
 
     def _signature(self, rows: int) -> tuple:
         pages, table = self.cache.keys[0], self.tables.table

@@ -24,6 +24,7 @@ class SequenceInput(NamedTuple):
     sequence's blocks in order and covers the new tokens. ``sampled_rows`` counts the last positions whose next token is sampled: 0 for a
     chunk that does not complete the prompt, 1 normally, k + 1 to verify k drafted tokens: those behind the first. ``drafted`` [k, vocab] holds
     the probabilities that they were drawn from, where they were: each row's token is then the draft as often as rejection sampling accepts it.
+    ``adapter`` is the slot of the sequence's LoRA adapter, -1: none.
     """
 
     request_id: int
@@ -34,6 +35,7 @@ class SequenceInput(NamedTuple):
     sampling: SamplingParams = GREEDY
     dropped: int = 0
     drafted: Tensor | None = None
+    adapter: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,13 @@ class StepInput:
     """All sequences of a step, in any order, each request at most once.
 
     ``released`` names requests that gave their blocks up since the last step (finished, aborted, preempted). ``moves`` are made first: pages
-    copied out to host memory before others are written to their blocks, and in before they are read.
+    copied out to host memory before others are written to their blocks, and in before they are read. ``adapters`` are copied into slots first, by name.
     """
 
     sequences: Sequence[SequenceInput]
     released: Sequence[int] = ()
     moves: Sequence[Move] = ()
+    adapters: Sequence[tuple[int, str]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from serving.sequence import DECODING, Sequence
 class Stream:
     """One request: ``tokens`` are the prompt and what has been generated; it ends after ``limit`` generated ones, or at a stop token."""
 
-    __slots__ = ("limit", "prompt_tokens", "request", "sampling", "seq", "stop_tokens", "token_s", "tokens")
+    __slots__ = ("adapter", "limit", "prompt_tokens", "request", "sampling", "seq", "stop_tokens", "token_s", "tokens")
 
     def __init__(
         self, request: Request, prompt: Seq[int], *, limit: int, stop_tokens: frozenset[int] = frozenset(), sampling: SamplingParams = GREEDY
@@ -33,6 +33,7 @@ class Stream:
         self.stop_tokens = stop_tokens
         self.sampling = sampling
         self.seq: Sequence | None = None  # the scheduler's side of it
+        self.adapter = -1  # the slot of its adapter while it runs
         self.token_s = math.nan  # when its latest token came
 
     @property
@@ -52,8 +53,10 @@ class Stream:
 class Decodes:
     """The streams that decode, as parallel lists: a step's entries are then made at the speed of C, and a change costs what changes."""
 
-    def __init__(self, pool: KVPool, *, ahead: bool, retains: bool = False) -> None:
-        """``ahead``: steps are launched before the tokens of the step before are known. ``retains``: sequences may give pages back."""
+    def __init__(self, pool: KVPool, *, ahead: bool, retains: bool = False, adapted: bool = False) -> None:
+        """``ahead``: steps are launched before the tokens of the step before are known. ``retains``: sequences may give pages back.
+        ``adapted``: they may have adapters."""
+        self._adapted = adapted
         self._retains = retains
         self.ids: list[int] = []
         self.streams: list[Stream] = []
@@ -111,7 +114,8 @@ class Decodes:
             self._pool.name_blocks(self.streams[at].seq, starts[at] + 1)
         last = repeat((LAST_SAMPLED,)) if self._ahead else zip([tokens[-1] for tokens in self._tokens])
         dropped = [stream.seq.dropped * width for stream in self.streams] if self._retains else repeat(0)
-        rows = zip(self.ids, last, starts, self._tables, repeat(1), self._sampling, dropped, repeat(None))
+        adapters = [stream.adapter for stream in self.streams] if self._adapted else repeat(-1)
+        rows = zip(self.ids, last, starts, self._tables, repeat(1), self._sampling, dropped, repeat(None), adapters)
         return list(map(tuple.__new__, repeat(SequenceInput), rows))
 
 
@@ -124,7 +128,6 @@ def chunk_entries(plan: BatchPlan, streams: dict[int, Stream], pool: KVPool) -> 
         dropped = seq.dropped * pool.block_tokens
         start = before + dropped
         table = pool.name_blocks(seq, start + new)
-        entries.append(
-            SequenceInput(seq.request_id, stream.tokens[start : start + new], start, table, int(id(seq) in completing), stream.sampling, dropped)
-        )
+        rows = int(id(seq) in completing)
+        entries.append(SequenceInput(seq.request_id, stream.tokens[start : start + new], start, table, rows, stream.sampling, dropped, None, stream.adapter))
     return entries

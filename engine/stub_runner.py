@@ -7,6 +7,7 @@ every token that the loop hands over is held against what the cache really conta
 from __future__ import annotations
 
 from collections.abc import Callable
+from zlib import crc32
 
 from engine.graphs import StepPath
 from engine.step import LAST_SAMPLED, SequenceInput, StepInput, StepOutput, StepTimes
@@ -15,7 +16,8 @@ from engine.step import LAST_SAMPLED, SequenceInput, StepInput, StepOutput, Step
 class StubRunner:
     """``duration_s(batch)`` is what a step takes; ``fault(sequence)`` may return why a sequence fails, or raise.
 
-    The token that follows a text depends on all of it, as in a network: a wrong block anywhere in a context changes what comes next.
+    The token that follows a text depends on all of it, as in a network, and on the adapter that read each token: a wrong block anywhere in a context
+    or a wrong slot changes what comes next.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class StubRunner:
         self._fault = fault
         self._blocks: dict[int, list[int]] = {}  # block -> digest of the text up to and including each of its tokens
         self._host: dict[object, list[int]] = {}  # pages copied out
+        self._slots: dict[int, str] = {}  # adapters
         self._last: dict[int, int] = {}
         self._context: dict[int, list[int]] = {}  # request -> digest at the end of each full block that it has read so far
 
@@ -44,6 +47,7 @@ class StubRunner:
             self._context.pop(request_id, None)
         for kind, key, block in batch.moves:
             self._move(kind, key, block)
+        self._slots.update(batch.adapters)
         tokens: dict[int, tuple[int, ...]] = {}
         found = {sequence.request_id: self._fault(sequence) for sequence in batch.sequences} if self._fault is not None else {}
         errors = {request_id: reason for request_id, reason in found.items() if reason is not None}  # a raise leaves nothing half done
@@ -83,10 +87,11 @@ class StubRunner:
         assert found[: len(context)] == context, f"request {sequence.request_id}: somebody wrote into its blocks"
         context[:] = found
         digest = self._digest(sequence.request_id, table, start - 1) if start else 0
+        own = crc32(self._slots[sequence.adapter].encode()) if sequence.adapter >= 0 else 0
         digests = []
         for position, token in enumerate(sequence.tokens, start):
             value = self._last[sequence.request_id] if token == LAST_SAMPLED else token
-            digest = (digest * 1_000_003 + value + 1) & 0xFFFFFFFFFFFF
+            digest = (digest * 1_000_003 + value + 1 + own) & 0xFFFFFFFFFFFF
             block = self._blocks.setdefault(table[position // width], [])
             del block[position % width :]
             assert len(block) == position % width, f"request {sequence.request_id}: position {position} leaves a hole in its block"

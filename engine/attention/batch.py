@@ -17,6 +17,7 @@ class AttentionBatch:
     ``slots`` int32 [T]     where each token's key and value are written
     ``table`` int32 [rows, columns]
     ``chunks``              (new tokens, cached tokens before them) of each chunk, on the host
+    ``adapters`` int32 [T]  the adapter slot of each token's sequence, -1: none; None where the whole batch has none
     ``max_context``         the longest decode context, on the host; a captured graph must not depend on it
     """
 
@@ -28,3 +29,4 @@ class AttentionBatch:
     table: Tensor
     chunks: tuple[tuple[int, int], ...] = ()
     max_context: int = 0
+    adapters: Tensor | None = None

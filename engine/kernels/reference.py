@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+FEW_ROWS = 32  # rows of a step whose adapters are gathered; more are grouped by adapter
+
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -46,6 +48,29 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """Return ``silu(gate) · up`` of the two halves of the last axis."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def add_adapters(y: Tensor, x: Tensor, a: Tensor, b: Tensor, widths: tuple[int, ...], adapters: Tensor) -> None:
+    """Add to ``y`` [T, outputs], in place, what the LoRA adapter of each row makes of ``x`` [T, inputs] (Hu et al. 2021).
+
+    ``adapters`` [T] are slots, -1: none. Slot s holds A = ``a[s]`` [parts · rank, inputs] and B = ``b[s]`` [outputs, rank]; part p, the p-th of ``widths``
+    outputs, adds its rows of B times its rows of A times x.
+    """
+    rank = b.shape[2]
+    if len(adapters) <= FEW_ROWS:  # every row brings its own factors
+        slots = adapters.clamp(min=0).long()
+        low = torch.bmm(_wide(a[slots]), _wide(x)[:, :, None])
+        parts = zip(low.split(rank, dim=1), _wide(b[slots]).split(widths, dim=1))
+        added = torch.cat([torch.bmm(factor, one) for one, factor in parts], dim=1)[:, :, 0]
+        y += added.masked_fill(adapters[:, None] < 0, 0).to(y.dtype)
+        return
+    for slot in adapters.unique().tolist():
+        if slot < 0:
+            continue
+        rows = (adapters == slot).nonzero()[:, 0]
+        low = _wide(x[rows]) @ _wide(a[slot]).T
+        parts = zip(low.split(rank, dim=1), _wide(b[slot]).split(widths))
+        y[rows] = (_wide(y[rows]) + torch.cat([one @ factor.T for one, factor in parts], dim=1)).to(y.dtype)
 
 
 def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
