@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 
 import numpy as np
 
@@ -26,13 +27,18 @@ SIGMA = 0.6  # of the questions' log-normal, assumed: their spread moves nothing
 SHARED: Mapping[str, tuple[int, ...]] = {"cot": (39, 52, 22), "niv": (51, 46, 67, 91), "t0": (33, 51), "flan": (33, 33, 51, 54, 61)}
 
 
+def evenly(count: int, draws: np.random.Generator) -> np.ndarray:
+    """Return ``count`` shares between 0 and 1, evenly spread, in random order: every pass over the set has the same lengths."""
+    return (draws.permutation(count) + 0.5) / count
+
+
 def arrivals(times_s: Sequence[float], answers: Sequence[int], block_tokens: int, seed: int) -> list[Arrival]:
     """Return one request at each time: a collection, one of its system messages and a question of random length."""
     draws = stream(seed, "openorca")
     collections = list(SHARED.values())
     shared_mean = sum(sum(sizes) / len(sizes) for sizes in collections) / len(collections)
-    question = math.log(PROMPT_TOKENS - shared_mean) - SIGMA**2 / 2
-    questions = np.exp(draws.normal(question, SIGMA, len(times_s)))
+    normal = NormalDist(math.log(PROMPT_TOKENS - shared_mean) - SIGMA**2 / 2, SIGMA)
+    questions = np.array([math.exp(normal.inv_cdf(share)) for share in evenly(len(times_s), draws).tolist()])
     picks = draws.random((len(times_s), 2))
     result = []
     for i, (time_s, answer, length, (which, message)) in enumerate(zip(times_s, answers, questions.tolist(), picks.tolist())):

@@ -27,10 +27,11 @@ from validate.measured.row import NOTHING, Progress, Row, row
 BLOCK_TOKENS = 64
 SEED = 1
 SETTLED_S = 900.0  # from the end of a stage's arrivals to the next stage: the fleet is idle by then
-# The generator draws token ids, and what it sends is their text: Llama 3's tokenizer makes 8,349 of 8,000 and 1,044 of 1,000 (means of 40 and 200 draws).
+# The generator draws token ids, and what it sends is their text: Llama 3's tokenizer makes 8,349 of 8,000 and 1,044 of 1,000, of 5.54
+# characters each (means of 40 and 200 draws).
 RETOKENISED = 1.044
-# Its text has 5.54 characters a token. The estimating scorer hashes 64 characters at a time, the first 256 such pieces of a prompt, and remembers
-# 31,250 of them for each pod: its defaults.
+# The estimating scorer hashes 64 characters at a time, the first 256 such pieces of a prompt, and remembers 31,250 of them for each
+# pod: its defaults.
 CHARACTERS, PIECE, PIECES, REMEMBERED = 5.54, 64, 256, 31_250
 SCORERS = "validate.measured.scorers"
 POLICIES: dict[str, dict[str, Any]] = {
@@ -136,7 +137,8 @@ def _row(dataset: str, metric: str, real: float, simulated: float) -> Row:
 def _arrivals(ladder: Ladder) -> tuple[list[Arrival], dict[float, slice]]:
     """Return the requests of warm-up and stages, and which of them belong to each rate's stage."""
     prefix, draws = ladder.prefix, stream(SEED, "ladder")
-    shared, tokens = (round(RETOKENISED * count) for count in (prefix["shared_tokens"], prefix["shared_tokens"] + prefix["question_tokens"]))
+    shared = round(RETOKENISED * prefix["shared_tokens"])
+    tokens = shared + round(RETOKENISED * prefix["question_tokens"])
     prompts = draws.permutation(prefix["groups"] * prefix["prompts_per_group"]).tolist()
     begin_s, arrivals, stages = 0.0, [], {}
     for rate_rps, seconds in (ladder.warm_up, *ladder.seconds.items()):
