@@ -24,6 +24,7 @@ from engine.ranks import RankedRunner, Recipe
 from engine.run import Engine, check_servable, longest_sequence
 from engine.runner import Runner, RunnerOptions
 from engine.step import SequenceInput, StepInput
+from engine.two_streams import TwoStreams
 from serving.catalog import Gpu, load_gpu, load_llm
 from serving.errors import InputError, nearest
 from serving.graph_buckets import default_sizes
@@ -102,6 +103,8 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
     else:
         watched = scenario.retention is not None and policies_of(scenario).retention.entropy_below > 0
         runner = Runner(shape, weights, options, AttentionTrace(top=1, keep=False) if watched else None, lora=lora)
+        if getattr(policies_of(scenario).batching, "streams", 1) == 2:
+            runner = TwoStreams(runner)
     runner.warm_up()
     return Engine(
         runner, blocks, longest, shape.vocab, device_name(device, choices.threads), gpu.price_usd_per_h,
@@ -128,7 +131,7 @@ def _kv_format(scenario: Scenario) -> str | None:
     return scenario.kv_cache.dtype if scenario.kv_cache.dtype in FORMATS else None
 
 
-def reference_step(runner: Runner | RankedRunner) -> Callable[[], None]:
+def reference_step(runner: Runner | RankedRunner | TwoStreams) -> Callable[[], None]:
     """A fixed step that touches nothing but the reserved block: a few decodes over a middling context."""
     table = [0] * blocks_for(REFERENCE_CONTEXT, runner.options.block_tokens)
     batch = StepInput([SequenceInput(-1 - one, (1,), REFERENCE_CONTEXT - 1, table) for one in range(REFERENCE_SEQS)])

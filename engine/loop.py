@@ -203,10 +203,11 @@ class Loop:
         adapters = self._seat_adapters(plan) if self._residents is not None and plan.admitted else ()
         entries = decodes.entries(plan) if plan.decodes else []
         flight = Flight(plan, decodes, entries, [self.streams[seq.request_id] for seq in plan.completing])
+        beside = len(entries) if plan.streams == 2 and entries and plan.chunks else None
         entries = entries + chunk_entries(plan, self.streams, pool)
         for stream in flight.completing:
             decodes.add(stream)
-        flight.batch = StepInput(entries, tuple(self._released), self._moves(plan), adapters)
+        flight.batch = StepInput(entries, tuple(self._released), self._moves(plan), adapters, beside)
         flight.used_blocks = pool.total - pool.free
         flight.events_before_commits, self._events_before_commits = self._events_before_commits, []
         self._released.clear()

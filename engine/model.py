@@ -95,7 +95,7 @@ class Decoder:
         self.weights = weights
         self.backend = backend
         self.ops = ops
-        self._reduce = reduce
+        self.reduce = reduce
         self._lora = lora
         self.device = weights.embedding.device
         self._rope = rope_tables(shape, self.device) if shape.positions == "rope" else None
@@ -108,10 +108,10 @@ class Decoder:
         x = ops.rmsnorm(residual, weights.layers[0].attention_norm, eps)
         for index, layer in enumerate(weights.layers):
             x = self._attention(index, layer, x, residual, positions, batch, cache, observe)
-            x = x if self._reduce is None else self._reduce(x)
+            x = x if self.reduce is None else self.reduce(x)
             x, residual = ops.add_rmsnorm(x, residual, layer.mlp_norm, eps)
             x = self._mlp(index, layer, x, batch)
-            x = x if self._reduce is None else self._reduce(x)
+            x = x if self.reduce is None else self.reduce(x)
             last = index + 1 == len(weights.layers)
             x, residual = ops.add_rmsnorm(x, residual, weights.norm if last else weights.layers[index + 1].attention_norm, eps)
         return x

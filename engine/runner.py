@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -86,11 +86,12 @@ class Runner:
 
     def __init__(
         self, shape: Architecture, weights: DecoderWeights, options: RunnerOptions, trace: AttentionTrace | None = None,
-        reduce: Callable[[Tensor], Tensor] | None = None, lora: LoraSlots | None = None,
+        reduce: Callable[[Tensor], Tensor] | None = None, lora: LoraSlots | None = None, beside: Runner | None = None,
     ) -> None:  # fmt: skip
         """Allocate the cache and all buffers. Raises InputError when the cache does not fit or a name is unknown.
 
         With ``trace`` every step runs eagerly and attention of one layer is recorded. ``reduce`` and ``lora``: see ``Decoder``.
+        ``beside``: use that runner's cache and block tables, so that both can run parts of one step.
         """
         device, dtype = weights.embedding.device, weights.embedding.dtype
         length = options.max_model_len or shape.max_model_len
@@ -104,13 +105,13 @@ class Runner:
         self.decoder = Decoder(shape, weights, backend, load_ops(options.ops or default), reduce, lora)
         if options.kv_format is not None and (options.attention or default) == "triton":
             raise InputError("kv_cache.dtype", f"the triton back end reads no {options.kv_format} pages", "use --attention torch")
-        self.cache = KvCache(shape, blocks=options.blocks, block_tokens=options.block_tokens, dtype=dtype, device=device, narrow=options.kv_format)
+        self.cache = beside.cache if beside else KvCache(shape, blocks=options.blocks, block_tokens=options.block_tokens, dtype=dtype, device=device, narrow=options.kv_format)
         self.host_pages = HostPages(self.cache)
-        self.tables = BlockTables(options.max_seqs, -(-length // options.block_tokens), device)
+        self.tables = beside.tables if beside else BlockTables(options.max_seqs, -(-length // options.block_tokens), device)
         self.inputs = InputBuffers(options.max_batch_tokens, options.max_seqs, options.block_tokens, shape.vocab, device, adapters=lora is not None)
         self._lora = lora
         self._trace = trace
-        self._last_tokens = torch.zeros(options.max_seqs + 1, dtype=torch.int32, device=device)
+        self._last_tokens = beside._last_tokens if beside else torch.zeros(options.max_seqs + 1, dtype=torch.int32, device=device)
         self._weights_version = 0
         self._layout = NO_STEP
         self._probabilities: dict[int, Tensor] = {}
@@ -118,6 +119,11 @@ class Runner:
         sizes = options.graph_sizes if trace is None and (backend.capturable or not cuda) else ()
         sizes = tuple(size for size in sizes if size <= min(options.max_seqs, options.max_batch_tokens))
         self.graphs = DecodeGraphs(sizes, self._decode, self._signature, cuda_capture(device) if cuda else plain_capture)
+
+    def beside(self) -> Runner:
+        """A second way through the same network, with buffers and attention state of its own and no graphs."""
+        weights = self.decoder.weights
+        return Runner(self.shape, weights, replace(self.options, graph_sizes=()), self._trace, self.decoder.reduce, self._lora, self)
 
     def execute(self, batch: StepInput) -> StepOutput:
         """Run one step to its end and return the sampled tokens.

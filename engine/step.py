@@ -44,12 +44,14 @@ class StepInput:
 
     ``released`` names requests that gave their blocks up since the last step (finished, aborted, preempted). ``moves`` are made first: pages
     copied out to host memory before others are written to their blocks, and in before they are read. ``adapters`` are copied into slots first, by name.
+    ``beside``: the sequences from this one on are prompts that run on a second stream of the device; None: one stream does all.
     """
 
     sequences: Sequence[SequenceInput]
     released: Sequence[int] = ()
     moves: Sequence[Move] = ()
     adapters: Sequence[tuple[int, str]] = ()
+    beside: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

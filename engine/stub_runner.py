@@ -6,7 +6,7 @@ every token that the loop hands over is held against what the cache really conta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from zlib import crc32
 
 from engine.graphs import StepPath
@@ -48,6 +48,8 @@ class StubRunner:
         for kind, key, block in batch.moves:
             self._move(kind, key, block)
         self._slots.update(batch.adapters)
+        if batch.beside is not None and self._check:
+            self._check_apart(batch.sequences[: batch.beside], batch.sequences[batch.beside :])
         tokens: dict[int, tuple[int, ...]] = {}
         found = {sequence.request_id: self._fault(sequence) for sequence in batch.sequences} if self._fault is not None else {}
         errors = {request_id: reason for request_id, reason in found.items() if reason is not None}  # a raise leaves nothing half done
@@ -60,6 +62,12 @@ class StubRunner:
                 self._last[sequence.request_id] = sampled[-1]
                 tokens[sequence.request_id] = sampled
         return batch, tokens, errors
+
+    def _check_apart(self, *parts: Sequence[SequenceInput]) -> None:
+        """Parts that run side by side: neither may touch a page that the other writes."""
+        written = [{block for one in part for block in one.block_table[one.start // self._width :]} for part in parts]
+        read = [{block for one in part for block in one.block_table} for part in parts]
+        assert not written[0] & read[1] and not written[1] & read[0], "two streams meet in a page"
 
     def _move(self, kind: str, key: object, block: int) -> None:
         if kind == "out":

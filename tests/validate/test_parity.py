@@ -22,8 +22,7 @@ from validate.parity import parity, read, replay
 from validate.rerun import differences
 
 WORKLOADS = int(os.environ.get("TWINSERVE_PARITY_WORKLOADS", "4"))  # a policy; 200 is the figure to reach offline
-# The simulator prices two streams of one GPU by its roofline only, so recorded durations are no use to it there.
-SIMULATED = [("batching", name) for name in policies.names("batching") if name != "two_streams"]
+SIMULATED = [("batching", name) for name in policies.names("batching")]
 
 
 @pytest.mark.parametrize("focus", SHIPPED, ids=" ".join)

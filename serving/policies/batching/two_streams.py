@@ -18,6 +18,8 @@ class TwoStreams:
     tokens back; null leaves them the whole budget. Without decodes the budget is the prompts' alone. Other options as in ``chunked_prefill``.
     """
 
+    streams = 2  # an engine makes ready for as many
+
     def __init__(self, *, prefill_tokens: int | None = None, head_of_line: str = "block", max_bypasses: int = 16) -> None:
         if prefill_tokens is not None and prefill_tokens < 1:
             raise InputError("prefill_tokens", f"must be at least 1, got {prefill_tokens}")
@@ -26,5 +28,5 @@ class TwoStreams:
 
     def plan(self, batch: PlanBuilder) -> None:
         """Fill one step."""
-        batch.plan.streams = 2
+        batch.plan.streams = self.streams
         self._mixed.plan(batch, prefill_tokens=self.prefill_tokens)
