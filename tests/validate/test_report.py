@@ -301,7 +301,7 @@ VISIBLE = "return [...document.querySelectorAll('.plot')].map(p => [p.id, p.quer
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    from headless_browser import Browser
+    from benchmarks.headless_browser import Browser
 
     with Browser(tmp_path_factory.mktemp("profile")) as browser:
         yield browser
