@@ -66,6 +66,9 @@ EFFECTS = {
         "head": ("policy.sharding=head",), "layer": ("policy.sharding=layer",), "sequence": ("policy.sharding=sequence",)}),
     "B7": Effect("chat-8b", ("kv_utilisation.max", "tpot_s.mean", "e2e_s.mean"), {
         "bf16 pages": ("workload.requests=3000",), "fp8 pages": ("kv_cache.dtype=fp8", "workload.requests=3000")}),
+    "B8": Effect("layer-reuse", ("ttft_s.mean", "tpot_s.mean", "e2e_s.mean", "kv_utilisation.mean", "load_factor", "slo_attainment.overall"), {
+        f"{label}, {rate}/s": (*settings, f"workload.arrivals.rate_rps={rate}") for rate in (0.2, 1.3) for label, settings in (
+            ("similar pairs", ()), ("pairs kept in the L2", ("latency.kv_reread_from_cache=1.0",)), ("none", ("kv_cache.layer_reuse=null",)))}),
     "B9": Effect("long-context", ("ttft_s.mean", "tpot_s.mean", "e2e_s.mean", "kv_utilisation.mean"), {
         "as it is": (), "everything kept": ("retention=null",)}),
     "B12": Effect("images", ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "prefix_cache_hit_rate", "kv_utilisation.max", "stages.0.served"), {

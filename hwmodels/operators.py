@@ -65,10 +65,11 @@ class Operators:
     """Operator costs of one stage: an LLM (its layers in this stage) on one GPU of a layout. Stateless apart from derived constants.
 
     ``first`` and ``last`` stages embed and sample. ``imbalance`` is what the busiest expert rank gets over the mean.
+    ``kv_reread_from_cache`` of what a layer reads of an earlier layer's KV entries does not come from memory again.
     """
 
     def __init__(self, llm: Llm, gpu: Gpu, layout: Layout, weight_dtype: str | None, kv_dtype: str, links: GroupLinks, *,
-                 first: bool = True, last: bool = True, imbalance: float = 1.0) -> None:  # fmt: skip
+                 first: bool = True, last: bool = True, imbalance: float = 1.0, kv_reread_from_cache: float = 0.0) -> None:  # fmt: skip
         self.llm = llm
         self.gpu = gpu
         self.layout = layout
@@ -76,6 +77,7 @@ class Operators:
         self.first = first
         self.last = last
         self.imbalance = imbalance
+        self.kv_reread_from_cache = kv_reread_from_cache
         self.tensor_parallel = layout.tensor_parallel
         self.weight_dtype = llm.dtype_of_weights(weight_dtype)
         self.expert_dtype = llm.dtype_of_experts(weight_dtype)
@@ -111,10 +113,15 @@ class Operators:
         """
         llm, size = self.llm, ACTIVATION_BYTES
         costs = {"embedding": self.elementwise(tokens, 2 * llm.hidden * size)} if self.first else {}
+        own, queries = llm.layers - llm.reusing_layers, llm.heads // self.tensor_parallel
         for matrix in llm.attention_matrices(self.tensor_parallel):
-            costs[matrix.name] = self.matmul(tokens, matrix, self.weight_dtype).times(llm.layers)
-        heads = llm.heads // self.tensor_parallel + llm.kv_heads_per_gpu(self.tensor_parallel)
-        costs["rope_and_kv_write"] = self.elementwise(tokens, 2 * heads * llm.head_dim * size).times(llm.layers)
+            costs[matrix.name] = self.matmul(tokens, matrix, self.weight_dtype).times(own if matrix.name == "qkv" else llm.layers)
+        heads = queries + llm.kv_heads_per_gpu(self.tensor_parallel)
+        costs["rope_and_kv_write"] = self.elementwise(tokens, 2 * heads * llm.head_dim * size).times(own)
+        if llm.reusing_layers:
+            only_queries = Matrix("q", llm.hidden, queries * llm.head_dim)
+            costs["q"] = self.matmul(tokens, only_queries, self.weight_dtype).times(llm.reusing_layers)
+            costs["rope"] = self.elementwise(tokens, 2 * queries * llm.head_dim * size).times(llm.reusing_layers)
         costs["norms"] = self.elementwise(tokens, 4 * llm.hidden * size).times(llm.norms_per_layer * llm.layers + self.last)
         costs |= self._feed_forward(tokens, tokens if routed is None else routed)
         if self.tensor_parallel > 1:
@@ -242,13 +249,15 @@ class Operators:
         flops = 2.0 * heads * dims * queries
         compute = flops / (self.gpu.peak_flops("bf16") * self.gpu.kernels.prefill_attention.compute_efficiency)
         fixed = fit.latency_s + decodes * queries * heads * dims * ACTIVATION_BYTES * memory
-        slope = max(compute, kv_token * memory) / (layout.ring * layout.data)
-        return DecodeTerms(fixed * layers, slope * layers, compute > kv_token * memory)
+        again = max(compute, kv_token * memory * (1.0 - self.kv_reread_from_cache))  # of what the layer before may have left in the cache
+        spread = layout.ring * layout.data
+        slope = max(compute, kv_token * memory) / spread * (layers - llm.reusing_layers) + again / spread * llm.reusing_layers
+        return DecodeTerms(fixed * layers, slope, compute > kv_token * memory)
 
     def _kv_bytes_per_layer(self) -> float:
         """KV bytes of a token in one layer that one GPU of a tensor-parallel group reads, tokens dealt out averaged."""
         per_token = self.llm.kv_bytes_per_token("bf16", self.layout.head_ranks) / self.layout.kv_shards
-        return per_token / self.llm.layers * self.kv_bytes / 2
+        return per_token / (self.llm.layers - self.llm.reusing_layers) * self.kv_bytes / 2
 
 
 def experts_touched(tokens: float, experts: int, per_token: int) -> float:

@@ -45,6 +45,7 @@ class Options:
     ring_overlap: bool = True  # on a ring, a block of keys and values travels while the one before is computed
     schedule: str = "steady"  # of pipeline stages: steady (the next step's micro-batches follow at once) or flush
     micro_batches: int | None = None  # of a pipeline; None: as many as stages
+    kv_reread_from_cache: float = 0.0  # share of a layer's reads of another layer's KV entries that the GPU's L2 answers
 
 
 class DecodeLine(NamedTuple):
@@ -327,7 +328,7 @@ class Roofline:
         operators, ring = self._operators, self._ring
         share_s = (pairs * self._per_pair + new * self._per_token + context * self._per_context) / ring
         layers = operators.llm.layers
-        block_bytes = context / ring * operators.llm.kv_bytes_per_token("bf16", operators.layout.head_ranks) / layers * operators.kv_bytes / 2
+        block_bytes = context / ring * operators.llm.kv_bytes_per_token("bf16", operators.layout.head_ranks) / (layers - operators.llm.reusing_layers) * operators.kv_bytes / 2
         return layers * ring_attention_s(share_s / layers / ring, operators.links.send_s(block_bytes), ring, self._overlap)
 
     def _reach(self, new: int, before: int) -> tuple[float, float]:
@@ -353,8 +354,10 @@ def build(options: Mapping[str, Any], *, llm: Llm, gpu: Gpu, layout: Layout, wei
         value = getattr(chosen, name)
         if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
             raise InputError(f"{where}.{name}", "must be a number that is not negative", f"got {value!r}")
-    if not (isinstance(chosen.stream_contention, (int, float)) and 0 <= chosen.stream_contention <= 1):
-        raise InputError(f"{where}.stream_contention", "must lie in [0, 1]", f"got {chosen.stream_contention!r}")
+    for name in ("stream_contention", "kv_reread_from_cache"):
+        value = getattr(chosen, name)
+        if not (isinstance(value, (int, float)) and 0 <= value <= 1):
+            raise InputError(f"{where}.{name}", "must lie in [0, 1]", f"got {value!r}")
     sizes = chosen.capture_sizes if chosen.capture_sizes is not None else default_sizes(int(chosen.capture_largest))
     if not isinstance(sizes, (list, tuple)) or not all(isinstance(size, int) for size in sizes):
         raise InputError(f"{where}.capture_sizes", "must be a list of whole numbers", f"got {sizes!r}")
@@ -365,7 +368,8 @@ def build(options: Mapping[str, Any], *, llm: Llm, gpu: Gpu, layout: Layout, wei
     graphs = GraphBuckets(sizes, f"{where}.capture_sizes")
     last = layout.stages - 1
     operators = [
-        Operators(part, gpu, layout, weight_dtype, kv_dtype, links, first=i == 0, last=i == last, imbalance=imbalance)
+        Operators(part, gpu, layout, weight_dtype, kv_dtype, links, first=i == 0, last=i == last, imbalance=imbalance,
+                  kv_reread_from_cache=chosen.kv_reread_from_cache)
         for i, part in enumerate(layout.stage_llms(llm))
     ]
     if not last:

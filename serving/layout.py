@@ -59,6 +59,8 @@ class Layout:
             raise InputError("cluster.tensor_parallel", f"{self.tensor_parallel} does not divide the {llm.heads} heads of {llm.name}")
         if self.stages > llm.layers:
             raise InputError("cluster.pipeline_parallel", f"{self.stages} stages cannot share {llm.layers} layers", f"{llm.layers} at most")
+        if self.stages > 1 and llm.kv_layers is not None:
+            raise InputError("cluster.pipeline_parallel", f"layers of {llm.name} read the KV entries of others: they stay on one stage", "use tensor_parallel")
         experts = self.expert_parallel
         if experts == 1:
             return

@@ -112,6 +112,7 @@ class Llm:
     moe: Moe | None = None
     mla: Mla | None = None
     sliding_window: SlidingWindow | None = None
+    kv_layers: PositiveInt | None = None  # layers with keys and values of their own, which the others read too; null: all
     notes: str = ""
 
     @model_validator(mode="after")
@@ -124,6 +125,8 @@ class Llm:
             raise ValueError("moe.dense_layers exceeds layers")
         if self.sliding_window and self.sliding_window.layers > self.layers:
             raise ValueError("sliding_window.layers exceeds layers")
+        if self.kv_layers is not None and (self.kv_layers > self.layers or self.mla or self.sliding_window):
+            raise ValueError("kv_layers exceeds layers, or is combined with mla or sliding_window")
         return self
 
     # -- sharding -------------------------------------------------------------------------------------------------
@@ -148,6 +151,11 @@ class Llm:
     def kv_heads_per_gpu(self, tensor_parallel: int = 1) -> int:
         """KV heads that each GPU holds: at least one, so beyond kv_heads GPUs they are replicated."""
         return max(1, self.kv_heads // tensor_parallel)
+
+    @property
+    def reusing_layers(self) -> int:
+        """Layers that read the keys and values of an earlier one and project none."""
+        return 0 if self.kv_layers is None else self.layers - self.kv_layers
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
@@ -185,9 +193,9 @@ class Llm:
 
     def parameters(self) -> Parameters:
         """Return parameter counts by part."""
-        attention = sum(m.weights for m in self.attention_matrices()) * self.layers
+        attention = self._attention_weights(1)
         if self.qkv_bias:
-            attention += self.layers * (self.heads + 2 * self.kv_heads) * self.head_dim
+            attention += (self.layers * self.heads + (self.layers - self.reusing_layers) * 2 * self.kv_heads) * self.head_dim
         mlp = self.dense_layers * sum(m.weights for m in self.mlp_matrices(self.intermediate))
         norms = (self.norms_per_layer * self.layers + 1) * self.hidden + (2 * self.head_dim * self.layers if self.qk_norm else 0)
         embedding = self.vocab * self.hidden
@@ -202,6 +210,11 @@ class Llm:
             router = self.moe_layers * self.moe.experts * self.hidden
         active = attention + mlp + per_token + shared + router + norms + (head or embedding)
         return Parameters(embedding, attention, mlp, expert, shared, router, norms, head, active)
+
+    def _attention_weights(self, tensor_parallel: int) -> int:
+        """Of all layers, per GPU."""
+        unused = self.reusing_layers * 2 * self.kv_heads_per_gpu(tensor_parallel) * self.head_dim * self.hidden
+        return self.layers * sum(m.weights for m in self.attention_matrices(tensor_parallel)) - unused
 
     def _shared_weights(self, tensor_parallel: int) -> int:
         width = self.moe.shared_intermediate if self.moe else 0
@@ -223,7 +236,7 @@ class Llm:
         self.check_tensor_parallel(tensor_parallel, "tensor_parallel")
         linear = WEIGHT_BYTES[self.dtype_of_weights(dtype)]
         parts = self.parameters()
-        attention = self.layers * sum(m.weights for m in self.attention_matrices(tensor_parallel))
+        attention = self._attention_weights(tensor_parallel)
         mlp = self.dense_layers * sum(m.weights for m in self.mlp_matrices(self.intermediate, tensor_parallel))
         shared = self.moe_layers * self._shared_weights(tensor_parallel)
         vocabulary = (parts.embedding + parts.head) // tensor_parallel
@@ -232,11 +245,11 @@ class Llm:
         return int(linear * (attention + mlp + shared) + experts) + plain
 
     def kv_bytes_per_token(self, kv_dtype: str = "bf16", tensor_parallel: int = 1) -> int:
-        """Bytes of KV cache per token on each GPU: 2 x layers x max(1, kv_heads/TP) x head_dim x bytes; MLA: the latent."""
+        """Bytes of KV cache per token on each GPU: 2 x KV layers x max(1, kv_heads/TP) x head_dim x bytes; MLA: the latent."""
         size = KV_BYTES[_known(kv_dtype, KV_BYTES, "kv_dtype")]
         if self.mla:
             return int(self.layers * (self.mla.kv_lora_rank + self.mla.rope_dim) * size)
-        return int(2 * self.layers * self.kv_heads_per_gpu(tensor_parallel) * self.head_dim * size)
+        return int(2 * (self.layers - self.reusing_layers) * self.kv_heads_per_gpu(tensor_parallel) * self.head_dim * size)
 
 
 def _known(dtype: str, table: dict[str, float], what: str) -> str:

@@ -11,6 +11,7 @@ from serving.catalog import Gpu, load_gpu, load_llm
 from serving.errors import InputError
 from serving.kv_pool import KVPool
 from serving.kv_tiers import build_tiers
+from serving.layer_reuse import reusing
 from serving.layout import Layout
 from serving.llm import Llm
 from serving.memory import KvCapacity, kv_capacity
@@ -68,7 +69,7 @@ def resolve(scenario: Scenario, on: tuple[LinkGraph, list[list[str]]] | None = N
     ``on`` gives the GPUs of every replica on a topology; without it those of the scenario's own topology are handed out.
     """
     cluster, cache, batching = scenario.cluster, scenario.kv_cache, scenario.policy.batching
-    llm, gpu = load_llm(scenario.llm), load_gpu(cluster.gpu)
+    llm, gpu = reusing(load_llm(scenario.llm), cache.layer_reuse), load_gpu(cluster.gpu)
     weight_dtype = None if cluster.weight_dtype == "auto" else cluster.weight_dtype
     kv_dtype = "bf16" if cache.dtype == "auto" else cache.dtype
     layout = build_layout(cluster, scenario.policy, llm)
@@ -149,8 +150,9 @@ def build_fleet(
         cluster = build_cluster(parts["replicas"], metrics, replicas=scaling.maximum if scaling is not None else None, **options)
         _join_links(cluster, parts["replicas"])
         return cluster
-    prefill = build_cluster(parts["prefill"], metrics, **options)
-    decode = build_cluster(parts["decode"], metrics, env=prefill.env, first_label=len(prefill.replicas), **options)
+    most = {role: scenario.cluster.pool(role).most for role in parts}
+    prefill = build_cluster(parts["prefill"], metrics, replicas=most["prefill"], **options)
+    decode = build_cluster(parts["decode"], metrics, replicas=most["decode"], env=prefill.env, first_label=most["prefill"], **options)
     gpus = [*parts["prefill"].placed, *parts["decode"].placed]
     per_token = max(part.capacity.kv_bytes_per_token * part.layout.gpus for part in parts.values())
     network, answers = Network(parts["prefill"].graph, prefill.env), scenario.cluster.first_token == "decode"
@@ -232,9 +234,9 @@ def resolve_fleet(scenario: Scenario) -> dict[str, Parts]:
     pools = {role: pool_scenario(scenario, role) for role in ("prefill", "decode")}
     graph = LinkGraph(load_topology(scenario.cluster.topology, nodes=scenario.cluster.nodes))
     wanted = []
-    for pool in pools.values():
+    for role, pool in pools.items():
         layout = build_layout(pool.cluster, pool.policy, load_llm(pool.llm))
-        wanted.append(placement.Wanted(layout, load_gpu(pool.cluster.gpu), pool.cluster.replicas, "cluster.pools"))
+        wanted.append(placement.Wanted(layout, load_gpu(pool.cluster.gpu), scenario.cluster.pool(role).most, "cluster.pools"))
     return {role: resolve(pool, (graph, placed)) for (role, pool), placed in zip(pools.items(), placement.place(graph, wanted))}
 
 

@@ -36,6 +36,8 @@ def price(scenario: Scenario, llm: Llm, gpu: Gpu, layout: Layout, links: GroupLi
             weight_dtype=dtype, kv_dtype="bf16" if cache.dtype == "auto" else cache.dtype, where=scenario.latency.where,
         )  # fmt: skip
 
+    if llm.kv_layers is not None and scenario.latency.name not in ("roofline", "recorded"):
+        raise InputError("latency", f"'{scenario.latency.name}' was measured on layers that each keep their KV entries", "use roofline with kv_cache.layer_reuse")
     if scenario.latency.name == "recorded":
         return build(llm, None)  # what was measured includes drafts, adapters and all
     dtype = None if cluster.weight_dtype == "auto" else cluster.weight_dtype
@@ -62,7 +64,7 @@ def _trunk(scenario: Scenario, llm: Llm, build: Build, dtype: str | None) -> Lat
 
     if leaving is None:
         return trunk(llm)
-    if scenario.latency.name != "roofline" or llm.moe is not None or llm.sliding_window is not None:
+    if scenario.latency.name != "roofline" or llm.moe or llm.sliding_window or llm.kv_layers:
         raise InputError("weights.early_exit", "needs the roofline and an LLM of equal layers")
     if leaving.exits[-1].layer >= llm.layers:
         raise InputError("weights.early_exit.exits", f"{llm.name} has {llm.layers} layers: no exit at layer {leaving.exits[-1].layer}")

@@ -210,10 +210,11 @@ def facts_of(scenario: Any) -> dict[str, Any]:
     ``memory`` is what one GPU holds, as `twinserve memory` prints it, whether it fits or not.
     """
     from serving.catalog import load_gpu, load_llm
+    from serving.layer_reuse import reusing
     from serving.memory import kv_capacity
 
     cluster, cache, batching = scenario.cluster, scenario.kv_cache, scenario.policy.batching
-    llm, gpu = load_llm(scenario.llm), load_gpu(cluster.gpu, "cluster.gpu")
+    llm, gpu = reusing(load_llm(scenario.llm), cache.layer_reuse), load_gpu(cluster.gpu, "cluster.gpu")
     capacity = kv_capacity(
         llm, gpu, tensor_parallel=cluster.tensor_parallel, memory_fraction=cache.memory_fraction, block_tokens=cache.block_tokens,
         max_model_len=scenario.max_model_len, max_batch_tokens=batching.max_batch_tokens, max_batch_seqs=batching.max_batch_seqs, blocks=cache.blocks,

@@ -36,6 +36,7 @@ KINDS: dict[str, tuple[str, ...]] = {  # kind -> the methods that a policy of th
     "retention": ("drop",),
     "site": ("serve_at",),
     "branch": ("cached", "observe"),
+    "kv_reuse": ("owners",),
 }
 
 

@@ -103,6 +103,13 @@ class Sharding(Protocol):
         """The layout on ``gpus`` GPUs; its ``gpus`` must be as many."""
 
 
+class KvReuse(Protocol):
+    """Which layers read the keys and values of an earlier one."""
+
+    def owners(self, similarity: Seq[float]) -> Seq[int]:
+        """For each layer the one whose KV entries it reads, itself included; ``similarity`` compares each layer with the next."""
+
+
 class Branch(Protocol):
     """Whether a stage looks into its cache first, or computes at once."""
 

@@ -22,6 +22,7 @@ from serving.scenario.fields import (
     Switch,
     spec_field,
 )
+from serving.scenario.layer_reuse import LayerReuse
 from serving.scenario.parallel import Experts, Ingress, Tenancy
 from serving.scenario.planning import Plan
 from serving.scenario.policy import Policy
@@ -46,6 +47,18 @@ class Pool(BaseModel):
     tensor_parallel: Annotated[int | None, Field(strict=True, ge=1, le=1024)] = None
     max_batch_tokens: Annotated[Count | None, Field(description="as in policy.batching, for this pool")] = None
     max_batch_seqs: Annotated[Count | None, Field(description="as in policy.batching, for this pool")] = None
+    autoscaling: Annotated[Autoscaling | None, Field(description="of this pool, by itself")] = None
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Pool:
+        if self.autoscaling is not None:
+            self.autoscaling.check(self.replicas)
+        return self
+
+    @property
+    def most(self) -> int:
+        """Replicas that there may ever be."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.maximum
 
 
 class Cluster(BaseModel):
@@ -94,14 +107,14 @@ class Cluster(BaseModel):
     @model_validator(mode="after")
     def _pools(self) -> Cluster:
         scaling = self.autoscaling
-        if scaling is not None and not scaling.minimum <= self.replicas <= scaling.maximum:
-            raise PydanticCustomError("range", "replicas must lie between autoscaling.minimum and autoscaling.maximum")
+        if scaling is not None:
+            scaling.check(self.replicas)
         if not self.pools:
             if self.first_token != "prefill":
                 raise PydanticCustomError("form", "first_token needs the key 'pools'")
             return self
         if scaling is not None:
-            raise PydanticCustomError("form", "pools cannot be autoscaled")
+            raise PydanticCustomError("form", "with pools, give autoscaling in each pool")
         if sorted(pool.role for pool in self.pools) != ["decode", "prefill"]:
             raise PydanticCustomError("form", "pools needs one entry with role prefill and one with role decode")
         if "replicas" in self.model_fields_set and self.replicas != 1:
@@ -138,6 +151,7 @@ class KvCache(BaseModel):
     blocks: Annotated[Count | None, Field(description="blocks per replica, the reserved one included; overrides the memory model")] = None
     tiers: Annotated[tuple[KvTier, ...], Field(description="where evicted pages go, nearest first")] = ()
     dtype: Annotated[KvDtype, Field(description="of the KV entries; auto: as the weights compute")] = "auto"
+    layer_reuse: Annotated[LayerReuse | None, Field(description="layers that read the KV entries of an earlier, similar one")] = None
 
 
 class Targets(NamedTuple):
