@@ -37,10 +37,15 @@ class Dynamics:
     def __init__(self, cluster: Cluster | Disaggregated, scenario: Scenario, parts: dict[str, Parts], metrics: Metrics) -> None:
         scaling, faults = scenario.cluster.autoscaling, scenario.faults
         self._metrics, self._scenario = metrics, scenario
-        spec = (faults and faults.cold_start) or (scaling and scaling.cold_start) or ColdStart()
-        self.stages = {role: cold_start_stages(part, spec) for role, part in parts.items()}
+        pools = {pool.role: pool.autoscaling for pool in scenario.cluster.pools}
+        given = {role: pools.get(role) or scaling for role in parts}
+        self.stages = {
+            role: cold_start_stages(part, (faults and faults.cold_start) or (given[role] and given[role].cold_start) or ColdStart())
+            for role, part in parts.items()
+        }
         roles = _roles(cluster, parts)
-        ready = len(roles) if scaling is None else scenario.cluster.replicas
+        ready = _ready(cluster, scenario)
+        self.ready = len(ready)  # at the start
         self.fleet = Fleet(
             cluster, ready, lambda index: sum(self.stages[roles[index]].values()), lambda index: new_scheduler(parts[roles[index]])
         )  # fmt: skip
@@ -48,6 +53,11 @@ class Dynamics:
         if scaling is not None:
             policy = load("autoscaling", scaling.policy.name, scaling.policy.options, where=scaling.policy.where)
             Autoscaler(self.fleet, scaling, policy, State(self.fleet, scenario.slo.targets))
+        for index, pool in enumerate(scenario.cluster.pools):
+            if pool.autoscaling is not None:
+                spec = pool.autoscaling.policy
+                policy = load("autoscaling", spec.name, spec.options, where=f"cluster.pools[{index}].autoscaling.policy")
+                Autoscaler(self.fleet, pool.autoscaling, policy, State(self.fleet, scenario.slo.targets, pool.role))
         if faults is not None:
             network = _links(cluster)
             _check_faults(scenario, len(roles), network)
@@ -58,9 +68,10 @@ class Dynamics:
         index = self._metrics.class_index(request.class_name)
         self._metrics.finish((request.request_id, index, request.arrival_s, request.prompt_tokens, 0, 0, nan, nan, now_s, 0, -1, ERROR))
 
-    def provisioned_s(self, end_s: float) -> float:
-        """Seconds for which replicas were paid, until ``end_s``."""
-        return self.fleet.provisioned_s(end_s)
+    def provisioned_s(self, end_s: float, role: str | None = None) -> float:
+        """Seconds for which replicas were paid, until ``end_s``; those of the pool ``role``, or all."""
+        among = self.fleet.cluster.positions(role) if isinstance(self.fleet.cluster, Disaggregated) and role is not None else None
+        return self.fleet.provisioned_s(end_s, among)
 
     def report(self, end_s: float) -> dict[str, Any]:
         """The ``fleet`` part of summary.json; ask after the metrics' summary."""
@@ -70,6 +81,8 @@ class Dynamics:
             "cold_start_s": self.stages if len(self.stages) > 1 else next(iter(self.stages.values())),
             "changes": [{"at_s": at_s, "replica": index, "state": state} for at_s, index, state in ledger.changes if at_s <= end_s],
         }
+        if len(self.stages) > 1:
+            report["provisioned_by_pool_s"] = {role: self.provisioned_s(end_s, role) for role in self.stages}
         if self._faults is not None:
             faults, struck = self._scenario.faults, [strike for strike in self._faults.struck if strike.at_s <= end_s]
             wanted = faults.recovered if faults.recovered is not None else self._scenario.slo.attainment
@@ -87,6 +100,13 @@ def _roles(cluster: Cluster | Disaggregated, parts: dict[str, Parts]) -> list[st
     if isinstance(cluster, Disaggregated):
         return ["prefill"] * len(cluster.prefill.replicas) + ["decode"] * len(cluster.decode.replicas)
     return list(parts) * len(cluster.replicas)
+
+
+def _ready(cluster: Cluster | Disaggregated, scenario: Scenario) -> list[int]:
+    """Positions of the replicas that serve at the start."""
+    if isinstance(cluster, Disaggregated):
+        return [position for pool in scenario.cluster.pools for position in cluster.positions(pool.role)[: pool.replicas]]
+    return list(range(scenario.cluster.replicas if scenario.cluster.autoscaling is not None else len(cluster.replicas)))
 
 
 def _links(cluster: Cluster | Disaggregated) -> Network | None:
@@ -111,7 +131,8 @@ def _check_faults(scenario: Scenario, replicas: int, network: Network | None) ->
 
 def attach(cluster: Cluster | Disaggregated, scenario: Scenario, parts: dict[str, Parts], metrics: Metrics) -> Dynamics | None:
     """Attach what the scenario asks for; None when its fleet stays as it is. Raises InputError for what cannot be."""
-    if scenario.cluster.autoscaling is None and scenario.faults is None:
+    pooled = any(pool.autoscaling is not None for pool in scenario.cluster.pools)
+    if scenario.cluster.autoscaling is None and scenario.faults is None and not pooled:
         return None
     if isinstance(cluster, Disaggregated):
         cluster.know_routes()

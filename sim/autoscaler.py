@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 
@@ -15,12 +16,15 @@ from sim.outcomes import latencies
 
 
 class State:
-    """What an autoscaler sees of a fleet (``serving.policies.protocols.FleetState``)."""
+    """What an autoscaler sees of a fleet, or of one pool of it (``serving.policies.protocols.FleetState``)."""
 
-    def __init__(self, fleet: Fleet, targets_of: Callable[[str], Targets]) -> None:
+    def __init__(self, fleet: Fleet, targets_of: Callable[[str], Targets], role: str | None = None) -> None:
+        """``role``: of the pool, in a fleet that has pools."""
         self._fleet = fleet
-        self._replicas = fleet.cluster.replicas
-        self._targets_of = targets_of
+        self._role = role
+        self.among = range(len(fleet.cluster.replicas)) if role is None else fleet.cluster.positions(role)
+        self._replicas = {index: fleet.cluster.replicas[index] for index in self.among}
+        self._targets_of = targets_of if role is None else lambda name: _of_role(targets_of(name), role)
         self._violations_s: list[float] = []
         self._busy: dict[int, tuple[float, float]] = {}
         self.now_s = 0.0
@@ -33,12 +37,12 @@ class State:
     @property
     def ready(self) -> int:
         """Replicas that take requests."""
-        return self._fleet.count(READY)
+        return self._fleet.count(READY, among=self.among)
 
     @property
     def starting(self) -> int:
         """Replicas on their way there."""
-        return self._fleet.count(STARTING, LOST)
+        return self._fleet.count(STARTING, LOST, among=self.among)
 
     @property
     def provisioned(self) -> int:
@@ -48,17 +52,22 @@ class State:
     @property
     def pending(self) -> int:
         """Requests that wait, at the replicas or for one."""
-        return self._fleet.cluster.held + sum(replica.scheduler.waiting_count for replica in self._replicas)
+        return self._held()[0] + sum(replica.scheduler.waiting_count for replica in self._replicas.values())
 
     @property
     def outstanding_tokens(self) -> int:
         """Prompt tokens of unfinished requests, those included that wait for a replica."""
-        here = sum(seq.request.prompt_tokens for replica in self._replicas for seq in replica.scheduler.live())
-        return here + self._fleet.cluster.held_tokens
+        here = sum(seq.request.prompt_tokens for replica in self._replicas.values() for seq in replica.scheduler.live())
+        return here + self._held()[1]
+
+    def _held(self) -> tuple[int, int]:
+        """Requests that no replica has yet, and their prompt tokens."""
+        cluster = self._fleet.cluster
+        return (cluster.held, cluster.held_tokens) if self._role is None else cluster.held_by(self._role)
 
     def use(self, signal: str) -> float:
         """Mean use of the ready replicas now (``busy``: since the last time that was asked for, or since each was ready); 1 without any."""
-        ready = [index for index, state in enumerate(self._fleet.states) if state == READY]
+        ready = [index for index in self.among if self._fleet.states[index] == READY]
         if not ready:
             return 1.0
         return sum(self._use_of(index, signal) for index in ready) / len(ready)
@@ -80,6 +89,11 @@ class State:
         return len(self._violations_s) - bisect_left(self._violations_s, self.now_s - window_s)
 
 
+def _of_role(targets: Targets, role: str) -> Targets:
+    """The objectives that a pool of this role answers for."""
+    return Targets(ttft_s=targets.ttft_s) if role == "prefill" else targets._replace(ttft_s=math.inf)
+
+
 class Autoscaler:
     """Asks the policy every interval, as long as requests arrive or are unfinished."""
 
@@ -96,8 +110,8 @@ class Autoscaler:
                 f"autoscaling policy {type(self._policy).__name__} at {now_s:.6f} s: target must be a whole number, got {answer!r}"
             )
         wanted = min(max(answer, self._spec.minimum), self._spec.maximum)
-        while state.provisioned < wanted and self._fleet.start():
+        while state.provisioned < wanted and self._fleet.start(state.among):
             pass
-        while state.provisioned > wanted and self._fleet.drain():
+        while state.provisioned > wanted and self._fleet.drain(state.among):
             pass
         self._fleet.recur(now_s + self._spec.interval_s, self._decide)

@@ -62,6 +62,7 @@ class Disaggregated:
         self._kv_bytes_per_token = kv_bytes_per_token
         self._decode_answers = decode_answers
         self.on_landed: Callable[[int, Replica, float], None] | None = None  # called when the pages of a request have reached a replica
+        self.on_released: Callable[[int], None] | None = None  # called when pages of the replica at a position have been copied out
         self._output_tokens: dict[int, int] = {}
         self._waiting: list[deque[HandOver]] = [deque() for _ in decode.replicas]
         self._crossing: dict[int, HandOver] = {}  # by request, in the order in which their copies began
@@ -136,6 +137,23 @@ class Disaggregated:
     def fail(self, request_id: int) -> None:
         """Tell whoever waits for a request that it has failed for good."""
         self.prefill.fail(request_id)
+
+    def positions(self, role: str) -> range:
+        """Where the replicas of a pool stand among ``replicas``."""
+        first, end = len(self.prefill.replicas), len(self.prefill.replicas) + len(self.decode.replicas)
+        return range(first) if role == "prefill" else range(first, end)
+
+    def held_by(self, role: str) -> tuple[int, int]:
+        """Requests that wait for a pool, or for pages in it, and their prompt tokens."""
+        if role == "prefill":
+            return self.prefill.held, self.prefill.held_tokens
+        waiting = [hand_over.parked.request.prompt_tokens for queue in (*self._waiting, self._homeless) for hand_over in queue]
+        return len(waiting), sum(waiting)
+
+    def awaited(self, position: int) -> bool:
+        """Whether requests wait for pages of a decode replica."""
+        pool, index = self._pool_of(position)
+        return pool is self.decode and bool(self._waiting[index])
 
     @property
     def held(self) -> int:
@@ -238,6 +256,8 @@ class Disaggregated:
             hand_over.landing.first_token_s = hand_over.landing.token_s = now_s
         hand_over.prefill.release_parked(hand_over.parked, now_s)
         self.prefill.arm(hand_over.prefill)
+        if self.on_released is not None:
+            self.on_released(hand_over.prefill.index)
         hand_over.decode.land(hand_over.landing, hand_over.output_tokens, now_s)
         self.decode.arm(hand_over.decode)
         if self.on_landed is not None:

@@ -8,7 +8,7 @@ Every replica that could ever exist is built at the start; those that are not pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from serving.request import Arrival
@@ -33,15 +33,17 @@ class Ledger:
 class Fleet:
     """The states of a cluster's replicas, by their position in it.
 
-    ``cold_start_s(index)`` is what a new process takes until it serves, ``new_scheduler(index)`` what it begins with.
+    ``ready``: those that serve at the start, the first so many or by position. ``cold_start_s(index)`` is what a new process takes until it serves, ``new_scheduler(index)`` what it begins with.
     """
 
     def __init__(
-        self, cluster: Cluster | Disaggregated, ready: int, cold_start_s: Callable[[int], float], new_scheduler: Callable[[int], Scheduler]
+        self, cluster: Cluster | Disaggregated, ready: int | Collection[int], cold_start_s: Callable[[int], float], new_scheduler: Callable[[int], Scheduler]
     ) -> None:
         self.cluster = cluster
         self.ledger = Ledger()
-        self.states = [READY] * ready + [OFF] * (len(cluster.replicas) - ready)
+        self._everybody = range(len(cluster.replicas))
+        at_first = range(ready) if isinstance(ready, int) else ready
+        self.states = [READY if index in at_first else OFF for index in self._everybody]
         self.ready_since = [(0.0, 0.0)] * len(self.states)  # when each replica last became ready, and its busy seconds by then
         self._replicas = cluster.replicas
         self._initial = tuple(self.states)
@@ -53,8 +55,10 @@ class Fleet:
         self._own = 0  # events on the queue that are the fleet's: they alone keep nothing going
         for index, replica in enumerate(self._replicas):
             replica.on_record = self._recorder(index)
-            if index >= ready:
+            if self.states[index] == OFF:
                 cluster.set_online(index, False)
+        if isinstance(cluster, Disaggregated):
+            cluster.on_released = self._emptied
         cluster.watch()
 
     # -- events ---------------------------------------------------------------------------------------------------------
@@ -81,16 +85,25 @@ class Fleet:
         def record(seq: Sequence, now_s: float, status: str) -> None:
             for listener in self._listeners:
                 listener(seq, now_s, status)
-            if self.states[index] == DRAINING and not self._replicas[index].scheduler.has_work:
-                self._enter(index, OFF)
+            self._emptied(index)
 
         return record
 
+    def _emptied(self, index: int) -> None:
+        """Something has left a replica; one that drains is off with the last of it."""
+        if self.states[index] == DRAINING and not self._holds(index):
+            self._enter(index, OFF)
+
+    def _holds(self, index: int) -> bool:
+        """Whether requests are there, with a seat or without, or are bound to come."""
+        scheduler = self._replicas[index].scheduler
+        return scheduler.has_work or scheduler.landing.parked > 0 or (isinstance(self.cluster, Disaggregated) and self.cluster.awaited(index))
+
     # -- states ---------------------------------------------------------------------------------------------------------
 
-    def count(self, *states: str) -> int:
-        """Replicas in any of ``states``."""
-        return sum(state in states for state in self.states)
+    def count(self, *states: str, among: range | None = None) -> int:
+        """Replicas in any of ``states``, of those at the positions ``among``, or of all."""
+        return sum(self.states[index] in states for index in among or self._everybody)
 
     def _enter(self, index: int, state: str) -> None:
         now_s = self.cluster.env.now
@@ -106,14 +119,14 @@ class Fleet:
         version = self._versions[index]
         self.at(self.cluster.env.now + delay_s, lambda: action(index) if self._versions[index] == version else None)
 
-    def start(self) -> bool:
+    def start(self, among: range | None = None) -> bool:
         """Provision one more replica: one that drains goes on, else a new one starts cold. False when none is left."""
-        for index, state in enumerate(self.states):
-            if state == DRAINING:
+        for index in among or self._everybody:
+            if self.states[index] == DRAINING:
                 self._enter(index, READY)
                 return True
-        for index, state in enumerate(self.states):
-            if state == OFF:
+        for index in among or self._everybody:
+            if self.states[index] == OFF:
                 self._start(index)
                 return True
         return False
@@ -122,16 +135,15 @@ class Fleet:
         self._enter(index, STARTING)
         self._unless_changed(index, self._cold_start_s(index), lambda index: self._enter(index, READY))
 
-    def drain(self) -> bool:
+    def drain(self, among: range | None = None) -> bool:
         """Give one replica back: the last that takes no requests yet (it starts, or is lost), else the last ready one finishes what
         it holds. False when none is left.
         """
         for wanted in (STARTING, LOST, READY):
-            for index in reversed(range(len(self.states))):
+            for index in reversed(among or self._everybody):
                 if self.states[index] == wanted:
                     self._enter(index, DRAINING if wanted == READY else OFF)
-                    if wanted == READY and not self._replicas[index].scheduler.has_work:
-                        self._enter(index, OFF)
+                    self._emptied(index)
                     return True
         return False
 
@@ -150,11 +162,14 @@ class Fleet:
 
     # -- accounts -------------------------------------------------------------------------------------------------------
 
-    def provisioned_s(self, end_s: float) -> float:
+    def provisioned_s(self, end_s: float, among: range | None = None) -> float:
         """Seconds of replicas that were not off, from time zero to ``end_s``."""
         total_s = 0.0
-        since: list[float | None] = [None if state == OFF else 0.0 for state in self._initial]
+        among = among or self._everybody
+        since: list[float | None] = [None if state == OFF or index not in among else 0.0 for index, state in enumerate(self._initial)]
         for at_s, index, state in self.ledger.changes:
+            if index not in among:
+                continue
             before_s = since[index]
             if state == OFF and before_s is not None:
                 total_s += max(0.0, min(at_s, end_s) - before_s)

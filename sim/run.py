@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -221,7 +222,7 @@ def _run_watched(cluster: AnyCluster | Front, expected: int | None, progress: Pr
 def _totals(cluster: AnyCluster | Front, parts: dict[str, Parts], dynamics: Dynamics | None, away: int) -> FleetTotals:
     replicas = cluster.replicas
     end_s = cluster.end_s
-    gpus = sum(part.gpus for part in parts.values())
+    gpus = {role: part.gpus if dynamics is None or not end_s else _mean_gpus(part, role, dynamics, end_s) for role, part in parts.items()}
     there = getattr(cluster, "provisioned", len(replicas))
     provisioned = there if dynamics is None or not end_s else dynamics.provisioned_s(end_s) / end_s
     share = provisioned / len(replicas)  # of all that there could be
@@ -229,8 +230,8 @@ def _totals(cluster: AnyCluster | Front, parts: dict[str, Parts], dynamics: Dyna
     return FleetTotals(
         duration_s=end_s,
         replicas=provisioned,
-        gpus=gpus if dynamics is None or not end_s else _mean_gpus(parts, dynamics, end_s),
-        gpu_usd_per_h=None if None in prices else sum(part.gpus * part.gpu.price_usd_per_h for part in parts.values()) / gpus,
+        gpus=sum(gpus.values()),
+        gpu_usd_per_h=None if None in prices else sum(map(operator.mul, gpus.values(), prices)) / sum(gpus.values()),
         busy_s=sum(replica.busy_until(end_s) for replica in replicas),
         steps=sum(replica.steps for replica in replicas),
         events=cluster.arrived + sum(replica.runs for replica in replicas),
@@ -244,12 +245,9 @@ def _totals(cluster: AnyCluster | Front, parts: dict[str, Parts], dynamics: Dyna
     )
 
 
-def _mean_gpus(parts: dict[str, Parts], dynamics: Dynamics, end_s: float) -> float:
-    """GPUs paid on average: replicas come and go only where they are all of one kind."""
-    first, *others = parts.values()
-    if others:
-        return sum(part.gpus for part in parts.values())
-    return first.layout.gpus * dynamics.provisioned_s(end_s) / end_s
+def _mean_gpus(part: Parts, role: str, dynamics: Dynamics, end_s: float) -> float:
+    """GPUs of one kind of replica that were paid on average."""
+    return part.layout.gpus * dynamics.provisioned_s(end_s, role) / end_s
 
 
 def _load_factor(cluster: AnyCluster, scenario: Scenario, saturation: _Saturation, dynamics: Dynamics | None) -> float | None:
@@ -258,10 +256,12 @@ def _load_factor(cluster: AnyCluster, scenario: Scenario, saturation: _Saturatio
 
     if scenario.sites is not None or scenario.stages:  # what limits them depends on who goes where, or is no replica at all
         return None
+    if any(pool.autoscaling is not None for pool in scenario.cluster.pools):  # which of the pools limits it changes as they do
+        return None
     if cluster.arrivals_end_s <= 0 or scenario.rollout is not None or follows_answers(scenario.workload):
         return None
     saturated = saturation.rate()
     if not saturated:
         return None
-    share = 1.0 if dynamics is None else dynamics.provisioned_s(cluster.end_s) / cluster.end_s / scenario.cluster.replicas
+    share = 1.0 if dynamics is None else dynamics.provisioned_s(cluster.end_s) / cluster.end_s / dynamics.ready
     return cluster.arrived / cluster.arrivals_end_s / (saturated * share)

@@ -34,7 +34,8 @@ class RunData:
     @property
     def pools(self) -> dict[str, range]:
         """Replica numbers by role where prompts and answers have pools of their own (numbered prefill first); empty otherwise."""
-        sizes = {pool["role"]: int(pool["replicas"]) for pool in find(self.scenario, "cluster.pools") or ()}
+        pools = find(self.scenario, "cluster.pools") or ()
+        sizes = {pool["role"]: int(find(pool, "autoscaling.maximum") or pool["replicas"]) for pool in pools}
         if set(sizes) != {"prefill", "decode"}:
             return {}
         return {"prefill": range(sizes["prefill"]), "decode": range(sizes["prefill"], sizes["prefill"] + sizes["decode"])}

@@ -22,7 +22,10 @@ class ColdStart(BaseModel):
 
 
 class Autoscaling(BaseModel):
-    """Replicas come and go between ``minimum`` and ``maximum``; cluster.replicas are there at the start."""
+    """Replicas come and go between ``minimum`` and ``maximum``; cluster.replicas, or those of the pool, are there at the start.
+
+    A prefill pool sees objectives of the first token missed, a decode pool those of the tokens after it and of the whole.
+    """
 
     model_config = STRICT
     policy: Annotated[spec_field("cluster.autoscaling.policy"), Field(description="how many replicas there should be")] = PolicySpec(
@@ -38,6 +41,11 @@ class Autoscaling(BaseModel):
         if self.minimum > self.maximum:
             raise PydanticCustomError("range", "minimum is larger than maximum")
         return self
+
+    def check(self, replicas: int) -> None:
+        """Raise pydantic's error unless so many may be there at the start."""
+        if not self.minimum <= replicas <= self.maximum:
+            raise PydanticCustomError("range", "replicas must lie between autoscaling.minimum and autoscaling.maximum")
 
 
 class Fault(BaseModel):
