@@ -19,7 +19,7 @@ from engine.kv_formats import FORMATS
 from engine.loader import load, random_weights
 from engine.lora.slots import AdapterStore, LoraSlots
 from engine.model import DecoderWeights
-from engine.ops import load_adapters_op
+from engine.ops import load_chosen
 from engine.ranks import RankedRunner, Recipe
 from engine.run import Engine, check_servable, longest_sequence
 from engine.runner import Runner, RunnerOptions
@@ -42,7 +42,7 @@ REFERENCE_CONTEXT = 64
 class Choices:
     """How to run. ``device`` auto takes a CUDA GPU if there is one, ``dtype`` auto is fp32 on CPU and bf16 on CUDA. ``weights`` None: random ones.
 
-    ``adapters`` is a folder of LoRA adapters by name; None: random ones.
+    ``skip_experts_below``: of the largest share of a token's experts. ``adapters`` is a folder of LoRA adapters by name; None: random ones.
     """
 
     device: str = "auto"
@@ -52,6 +52,7 @@ class Choices:
     eager: bool = False
     threads: int = 1
     adapters: Path | None = None
+    skip_experts_below: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
     options = RunnerOptions(
         blocks=blocks, block_tokens=scenario.kv_cache.block_tokens, max_seqs=batching.max_batch_seqs + REFERENCE_SEQS,
         max_batch_tokens=_most_tokens(scenario), max_model_len=max(longest, REFERENCE_CONTEXT), graph_sizes=sizes,
-        attention=choices.attention, seed=scenario.seed, kv_format=_kv_format(scenario),
+        attention=choices.attention, seed=scenario.seed, kv_format=_kv_format(scenario), skip_experts_below=_checked_share(choices.skip_experts_below),
     )  # fmt: skip
     if ranks > 1:
         runner = RankedRunner(Recipe(shape, DTYPES[dtype_name], scenario.seed, choices.weights), weights, options, ranks)
@@ -123,8 +124,14 @@ def _lora(scenario: Scenario, choices: Choices, shape: Architecture, weights: De
     mix = scenario.workload.adapters
     store = AdapterStore(shape, spec.rank, folder=choices.adapters, seed=scenario.seed, names=() if mix is None else mix.all_names())
     device = weights.embedding.device
-    apply = load_adapters_op("triton" if device.type == "cuda" else "torch")
+    apply = load_chosen("triton" if device.type == "cuda" else "torch").add_adapters
     return LoraSlots(shape, spec.slots, spec.rank, store, apply, dtype=weights.embedding.dtype, device=device)
+
+
+def _checked_share(share: float) -> float:
+    if not 0.0 <= share <= 1.0:
+        raise InputError("--skip-experts-below", f"{share:g} is no fraction from 0 to 1")
+    return share
 
 
 def _kv_format(scenario: Scenario) -> str | None:

@@ -25,6 +25,7 @@ Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="fp32, bf16 or fp16; auto: fp32 on a CPU, bf16 on a GPU.")]
 Weights = Annotated[Path | None, typer.Option(metavar="DIR", help="A local folder of safetensors; default: random weights of the scenario's shape.")]
 Adapters = Annotated[Path | None, typer.Option(metavar="DIR", help="A folder of LoRA adapters, each a folder as PEFT writes it; default: random ones.")]
+SkipExperts = Annotated[float, typer.Option(metavar="F", help="Leave out experts with less than this part of the largest share of a token's experts.")]
 Attention = Annotated[str | None, typer.Option(metavar="NAME", help="Attention back end; default: triton on a GPU, torch on a CPU.")]
 Eager = Annotated[bool, typer.Option("--eager", help="Capture no CUDA graphs.")]
 Threads = Annotated[int, typer.Option(metavar="N", help="Threads of torch on a CPU.")]
@@ -57,6 +58,7 @@ def run(
     attention: Attention = None,
     eager: Eager = False,
     threads: Threads = 1,
+    skip_experts_below: SkipExperts = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json instead of the table.")] = False,
 ) -> None:
     """Serve a scenario on the real engine: arrivals at their times, lengths pinned."""
@@ -73,7 +75,7 @@ def run(
     from engine.run import serve_scenario
     from serving.progress import ProgressBar
 
-    engine = build_engine(loaded, Choices(device, dtype, weights, attention, eager, threads, adapters))
+    engine = build_engine(loaded, Choices(device, dtype, weights, attention, eager, threads, adapters, skip_experts_below))
     engine, chosen = _clocked(engine, clock, reference_ms)
     with spare_the_collector(), ProgressBar("serving") as bar:
         expected = loaded.workload.requests

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.architecture import Architecture
 from engine.attention import AttentionBackend
 from engine.attention.batch import AttentionBatch
+from engine.kernels import reference
 from engine.kv_cache import KvCache
 from engine.lora.slots import LoraSlots
 
@@ -88,15 +89,17 @@ class Decoder:
 
     def __init__(
         self, shape: Architecture, weights: DecoderWeights, backend: AttentionBackend, ops: Any, reduce: Callable[[Tensor], Tensor] | None = None,
-        lora: LoraSlots | None = None,
+        lora: LoraSlots | None = None, chosen: Any = reference, skip_experts_below: float = 0.0,
     ) -> None:  # fmt: skip
-        """``reduce`` sums a tensor over the ranks that share every layer, in place; None: there is one. ``lora`` holds the adapters that batches name."""
+        """``chosen`` computes experts; those with less than ``skip_experts_below`` of the largest share of a token are left out. ``reduce`` sums a tensor over the ranks that share every layer, in place; None: there is one. ``lora`` holds the adapters that batches name."""
         self.shape = shape
         self.weights = weights
         self.backend = backend
         self.ops = ops
         self.reduce = reduce
         self._lora = lora
+        self._chosen = chosen
+        self._skip_below = skip_experts_below
         self.device = weights.embedding.device
         self._rope = rope_tables(shape, self.device) if shape.positions == "rope" else None
 
@@ -147,35 +150,24 @@ class Decoder:
         if layer.experts is None:
             wide = self.ops.silu_mul(self._adapted(F.linear(x, layer.gate_up), x, index, "gate_up", batch))
             return self._adapted(F.linear(wide, layer.down), wide, index, "down", batch)
-        chosen, share = self._route(layer.experts, x)
-        # A decode batch reads almost every expert's weights anyway and is bound by that reading; computing all of them for all
-        # rows keeps the shapes independent of the routing, which a captured graph needs.
-        compute = self._all_experts if not batch.chunks else self._chosen_experts
-        out = compute(layer.experts, x, chosen, share)
+        chosen, share = self._route(layer.experts, x, batch)
+        # With torch's products a decode batch on a GPU computes every expert for every row: a captured graph needs shapes that do not depend on the
+        # routing, and such a batch reads almost every expert's weights anyway.
+        out = self._chosen.experts(x, layer.experts.gate_up, layer.experts.down, chosen, share, fixed=x.is_cuda and not batch.chunks)
         if layer.experts.shared_gate_up is not None:
             shared = F.linear(self.ops.silu_mul(F.linear(x, layer.experts.shared_gate_up)), layer.experts.shared_down)
             out = out + shared * torch.sigmoid(F.linear(x, layer.experts.shared_gate))
         return out
 
-    def _route(self, experts: ExpertWeights, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the chosen experts and their shares, [T, experts per token] each."""
+    def _route(self, experts: ExpertWeights, x: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts and their shares, [T, experts per token] each; -1 where one is dropped: of padding, and for too small a share."""
         wide = torch.promote_types(x.dtype, torch.float32)
         share, chosen = F.linear(x, experts.router).to(wide).softmax(-1).topk(self.shape.experts_per_token, dim=-1)
+        if self._skip_below:
+            dropped = share < self._skip_below * share[:, :1]
+            chosen, share = chosen.masked_fill(dropped, -1), share.masked_fill(dropped, 0)
         if self.shape.normalise_router:
             share = share / share.sum(-1, keepdim=True)
+        if batch.decodes:  # padding has the table's row of nobody
+            chosen[: batch.decodes].masked_fill_(batch.rows[: batch.decodes, None] == 0, -1)
         return chosen, share.to(x.dtype)
-
-    def _all_experts(self, experts: ExpertWeights, x: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
-        gate_up = torch.matmul(x[None], experts.gate_up.transpose(1, 2))
-        out = torch.matmul(self.ops.silu_mul(gate_up), experts.down.transpose(1, 2))
-        weight = torch.zeros(x.shape[0], experts.router.shape[0], dtype=x.dtype, device=x.device).scatter(1, chosen, share)
-        return torch.einsum("eth,te->th", out, weight)
-
-    def _chosen_experts(self, experts: ExpertWeights, x: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for expert in range(experts.router.shape[0]):
-            token, rank = (chosen == expert).nonzero(as_tuple=True)
-            if token.numel():
-                value = F.linear(self.ops.silu_mul(F.linear(x[token], experts.gate_up[expert])), experts.down[expert])
-                out = out.index_add(0, token, value * share[token, rank, None])
-        return out

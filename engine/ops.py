@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from types import ModuleType
 
 from serving.errors import InputError, nearest
@@ -19,11 +18,11 @@ def load_ops(name: str, where: str = "engine.ops") -> ModuleType:
         raise InputError(where, f"'{name}' cannot be loaded: {error}") from None
 
 
-def load_adapters_op(name: str) -> Callable[..., None]:
-    """Return ``add_adapters`` of the operations called ``name``. Raises as ``load_ops``."""
+def load_chosen(name: str) -> ModuleType:
+    """Return the module with ``add_adapters`` and ``experts``, products of rows that choose their matrix. Raises as ``load_ops``."""
     load_ops(name)
-    return importlib.import_module(ADAPTERS[name]).add_adapters
+    return importlib.import_module(CHOSEN[name])
 
 
-ADAPTERS = {"torch": "engine.kernels.reference", "triton": "engine.kernels.lora"}
+CHOSEN = {"torch": "engine.kernels.reference", "triton": "engine.kernels.chosen"}
 OPS = {"torch": "engine.kernels.reference", "triton": "engine.kernels.pointwise"}

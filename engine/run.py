@@ -55,7 +55,7 @@ def check_servable(scenario: Scenario) -> None:
         raise InputError("cluster.replicas", f"one engine is one replica, not {scenario.cluster.replicas}", "set it to 1")
     for where, asked in (("cluster.pools", scenario.cluster.pools), ("faults", scenario.faults),
                          ("weights", scenario.weights), ("rollout", scenario.rollout), ("cluster.autoscaling", scenario.cluster.autoscaling),
-                         ("workload.retry", scenario.workload.retry), ("sites", scenario.sites), ("stages", scenario.stages)):  # fmt: skip
+                         ("workload.retry", scenario.workload.retry), ("sites", scenario.sites), ("stages", scenario.stages), ("integrity", scenario.integrity)):  # fmt: skip
         if asked:
             raise InputError(where, "the engine does not do this; the simulator does", "leave it out")
 

@@ -26,7 +26,7 @@ from engine.kv_cache import KvCache
 from engine.logits import LogitsProcessor
 from engine.lora.slots import LoraSlots
 from engine.model import Decoder, DecoderWeights
-from engine.ops import load_ops
+from engine.ops import load_chosen, load_ops
 from engine.sampling import (
     ACCEPTANCE,
     DRAFTS,
@@ -61,6 +61,7 @@ class RunnerOptions:
     ops: str | None = None
     seed: int = 0
     kv_format: str | None = None  # fp8, int8 or int4; None: as the activations
+    skip_experts_below: float = 0.0  # of the largest share of a token's experts: those with less are not computed
     drafts: bool = False  # it proposes for another: draws from a stream of its own and reports what it drew from
 
 
@@ -102,7 +103,7 @@ class Runner:
         self.device = device
         default = "triton" if device.type == "cuda" else "torch"
         backend = load(options.attention or default, geometry(shape, options.max_seqs, device))
-        self.decoder = Decoder(shape, weights, backend, load_ops(options.ops or default), reduce, lora)
+        self.decoder = Decoder(shape, weights, backend, load_ops(options.ops or default), reduce, lora, load_chosen(options.ops or default), options.skip_experts_below)
         if options.kv_format is not None and (options.attention or default) == "triton":
             raise InputError("kv_cache.dtype", f"the triton back end reads no {options.kv_format} pages", "use --attention torch")
         self.cache = beside.cache if beside else KvCache(shape, blocks=options.blocks, block_tokens=options.block_tokens, dtype=dtype, device=device, narrow=options.kv_format)

@@ -20,9 +20,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from engine.kernels.chosen import BLOCK_I, BLOCK_O, BLOCK_T, chosen_kernel
 from engine.kernels.decode_attention import decode_kernel, decode_tuning, reduce_kernel
 from engine.kernels.interpreting import INTERPRETING
-from engine.kernels.lora import BLOCK_I, BLOCK_O, BLOCK_T, adapter_kernel
 from engine.kernels.pointwise import kv_write_kernel, rmsnorm_kernel, rope_kernel, silu_mul_kernel
 from engine.kernels.prefill_attention import prefill_kernel, prefill_tuning
 
@@ -93,12 +93,12 @@ def specimens(arch: int) -> list[Specimen]:
         ),
         *(
             Specimen(
-                name, adapter_kernel,
-                {"x": "*bf16", "w": "*bf16", "out": "*bf16", "adapters": "*i32"}
-                | dict.fromkeys(("rows", "x_stride", "out_stride", "slot_stride", "width", "second", "third", "end"), "i32"),
+                name, chosen_kernel,
+                {"x": "*bf16", "w": "*bf16", "out": "*bf16", "chosen": "*i32"}
+                | dict.fromkeys(("rows", "x_stride", "out_stride", "matrix_stride", "width", "second", "third", "end"), "i32"),
                 {"ADD": name == "lora_expand", "BLOCK_T": BLOCK_T, "BLOCK_O": BLOCK_O, "BLOCK_I": block_i, "UPCAST": False}, 4, 3,
             )
-            for name, block_i in (("lora_shrink", BLOCK_I), ("lora_expand", 16))
+            for name, block_i in (("chosen_matrix", BLOCK_I), ("lora_expand", 16))
         ),
         Specimen("silu_mul", silu_mul_kernel, {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}, {"BLOCK": 1024}, 4, 1),
     ]  # fmt: skip

@@ -73,6 +73,25 @@ def add_adapters(y: Tensor, x: Tensor, a: Tensor, b: Tensor, widths: tuple[int, 
         y[rows] = (_wide(y[rows]) + torch.cat([one @ factor.T for one, factor in parts], dim=1)).to(y.dtype)
 
 
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, share: Tensor, *, fixed: bool) -> Tensor:
+    """Sum over each row's ``chosen`` experts [T, k] (-1: dropped, not computed) of their SwiGLU of ``x`` [T, hidden] times ``share`` [T, k].
+
+    ``gate_up`` [E, 2·I, hidden], ``down`` [E, hidden, I]. ``fixed``: all experts compute all rows, so that shapes do not depend on the choice, as a captured graph needs.
+    """
+    if fixed:
+        out = torch.matmul(silu_mul(torch.matmul(x[None], gate_up.transpose(1, 2))), down.transpose(1, 2))
+        weight = torch.zeros(x.shape[0], len(down), dtype=x.dtype, device=x.device)
+        weight.scatter_add_(1, chosen.clamp(min=0), share.masked_fill(chosen < 0, 0))
+        return torch.einsum("eth,te->th", out, weight)
+    out = torch.zeros_like(x)
+    for expert in range(len(down)):
+        token, rank = (chosen == expert).nonzero(as_tuple=True)
+        if token.numel():
+            value = F.linear(silu_mul(F.linear(x[token], gate_up[expert])), down[expert])
+            out = out.index_add(0, token, value * share[token, rank, None])
+    return out
+
+
 def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """Store ``keys`` and ``values`` [T, K, D] at ``slots`` [T]; a slot is block · block_tokens + offset. In place."""
     at = slots.long()

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch", reason="the engine's extra is not installed
 pytest.importorskip("triton", reason="the engine's extra is not installed")
 
 from engine.kernels import aot, decode_attention, pointwise, prefill_attention, reference
+from engine.kernels import chosen as chosen_kernels
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
 
@@ -159,6 +160,34 @@ def test_rope_rotates_pairs_in_a_strided_view(dim, table):
     untouched = qkv[:, 5:].clone()
     assert error(pointwise.rope(qkv[:, :5], positions, cos, sin), expected) < limit
     assert torch.equal(qkv[:, 5:], untouched)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows", [1, 23])
+def test_experts_skip_what_is_dropped_and_never_read_what_nobody_chose(rows, dtype):
+    g = torch.Generator().manual_seed(rows)
+    experts, hidden, width = 6, 40, 24
+    x = torch.randn(rows, hidden, generator=g).to(dtype)
+    gate_up, down = (torch.randn(experts, *size, generator=g).to(dtype) * 0.3 for size in ((2 * width, hidden), (hidden, width)))
+    chosen = torch.stack([torch.randperm(experts - 1, generator=g)[:2] for _ in range(rows)])
+    chosen[torch.rand(rows, 2, generator=g) < 0.3] = -1
+    chosen[rows // 2 :: 3] = -1
+    share = torch.rand(rows, 2, generator=g).masked_fill(chosen < 0, 0).to(dtype)
+    gate_up[experts - 1], down[experts - 1] = float("nan"), float("nan")  # nobody's
+    x[(chosen < 0).all(1)] = float("nan")
+    # Three products one after the other, each rounded.
+    expected = torch.zeros(rows, hidden, dtype=torch.float64)
+    for row in range(rows):
+        for expert, part in zip(chosen[row].tolist(), share[row].double()):
+            if expert >= 0:
+                gate, up = (gate_up[expert].double() @ x[row].double()).chunk(2)
+                expected[row] += part * (down[expert].double() @ (gate / (1 + torch.exp(-gate)) * up))
+    for module in (reference, chosen_kernels):
+        found = module.experts(x, gate_up, down, chosen, share, fixed=False)
+        assert error(found, expected) < 2 * TOLERANCE[dtype] or not expected.any()
+        assert not found[(chosen < 0).all(1)].any()
+    whole = reference.experts(x.nan_to_num(), gate_up.nan_to_num(), down.nan_to_num(), chosen, share, fixed=True)
+    assert error(whole, expected) < 2 * TOLERANCE[dtype] or not expected.any()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

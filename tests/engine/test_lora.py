@@ -17,7 +17,7 @@ from test_loop import SHARED, scenario, serve, stub
 
 from engine.build import Choices, build_engine
 from engine.clocks import ReportedClock
-from engine.kernels import lora, reference
+from engine.kernels import chosen, reference
 from engine.loader import random_weights
 from engine.lora.adapter import PARTS, load_adapter, matrices, random_adapter
 from engine.lora.residents import Residents
@@ -56,7 +56,7 @@ def test_the_kernel_and_the_reference_add_what_each_rows_adapter_makes(widths, i
             low = a[slot, part * rank : (part + 1) * rank].double() @ x[row].double()
             expected[row, first : first + width] += b[slot, first : first + width].double() @ low
             first += width
-    for module in (reference, lora):
+    for module in (reference, chosen):
         found = y.clone()
         module.add_adapters(found, x, a, b, widths, adapters)
         error = (found.double() - expected).norm() / expected.norm()
@@ -83,7 +83,7 @@ def adapted_runner(slots: int, apply=reference.add_adapters, weights=None, **opt
     return Runner(LARGE, weights, RunnerOptions(**sizes), lora=held)
 
 
-@pytest.mark.parametrize("apply", [reference.add_adapters, lora.add_adapters], ids=["torch", "triton"])
+@pytest.mark.parametrize("apply", [reference.add_adapters, chosen.add_adapters], ids=["torch", "triton"])
 def test_a_mixed_batch_gives_the_logits_of_merged_weights(apply):
     names, text = ["", "A", "B", "A"], [4, 9, 2, 7, 7, 1]
     engine = adapted_runner(2, apply)

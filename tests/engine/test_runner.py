@@ -103,6 +103,20 @@ def test_padding_to_a_bucket_changes_nothing():
             torch.testing.assert_close(padded_logits[request][position], row, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("ops", ["torch", "triton"])
+def test_skipping_all_but_the_best_expert_is_a_network_of_one_expert_a_token(ops):
+    weights = random_weights(MOE, 4, device=CPU, dtype=torch.float32)
+    asked = prompts(random.Random(3), 2, MOE.vocab)
+    small = {"graph_sizes": (4,), "ops": ops}
+    _, single = generate(runner(replace(MOE, experts_per_token=1), weights=weights, **small), asked, 2, random.Random(7))
+    _, skipping = generate(runner(MOE, weights=weights, skip_experts_below=1.0, **small), asked, 2, random.Random(7))
+    _, both = generate(runner(MOE, weights=weights, **small), asked, 2, random.Random(7))
+    for request in asked:
+        for position, row in single[request].items():
+            torch.testing.assert_close(skipping[request][position], row, atol=1e-5, rtol=1e-5)
+    assert any((row - single[request][position]).abs().max() > 0.1 for request in asked for position, row in both[request].items())
+
+
 def test_padding_writes_only_to_the_reserved_block():
     engine = runner(graph_sizes=(8,))
     before = [pages.clone() for pages in engine.cache.keys]

@@ -136,6 +136,7 @@ def test_a_run_that_differs_is_exit_1(capsys, tiny, tmp_path):
         (["--set", "adapters={slots: 2}", "--set", "cluster.tensor_parallel=2"], "applies adapters on one device"),
         (["--set", "adapters={slots: 2}", "--set", "workload.adapters={names: [a]}", "--adapters", "/nowhere"], "holds no adapter 'a'"),
         (["--set", "workload.retry={}"], "workload.retry: the engine does not do this"),
+        (["--skip-experts-below", "1.5"], "no fraction"),
         (["--clock", "reel"], "did you mean 'real'"),
         (["--dtype", "fp61"], "did you mean 'fp16'"),
         (["--set", "kv_cache.blocks=900000000"], "does not fit"),
