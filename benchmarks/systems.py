@@ -82,6 +82,9 @@ EFFECTS = {
         dtype: (f"cluster.weight_dtype={dtype}", "workload.requests=3000") for dtype in ("bf16", "fp8", "int4")}),
     "D4": Effect("expert-parallel", ("tpot_s.mean", "output_tokens_per_s", "slo_attainment.overall", "load_factor"), {
         "drawn": (), "balanced": ("cluster.experts.placement=balanced",), "even": ("cluster.experts.zipf=0.0",)}),
+    "E3": Effect("integrity", ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "e2e_s.mean", "slo_attainment.overall", "stages.0.busy_fraction"), {
+        "as measured": (), "unchecked": ("integrity=null",), "60 ms, one worker": ("integrity.request_s.value=0.06",),
+        "60 ms, four workers": ("integrity.request_s.value=0.06", "integrity.workers=4")}),
     "F4": Effect("replica-loss", ("ttft_s.p99", "slo_attainment.overall", "fleet.faults"), {"as it is": ()}),
     "PP": Effect("pipeline", (*LATENCY, "load_factor"), {
         "steady": (), "flushed": ("latency.schedule=flush",), "tensor parallel": ("cluster.tensor_parallel=4", "cluster.pipeline_parallel=1")}),

@@ -13,6 +13,7 @@ from hwmodels.expert_load import busiest_rank
 from hwmodels.group_links import GroupLinks
 from hwmodels.latency import LatencyModel
 from hwmodels.mixed_precision import MixedPrecision
+from hwmodels.sealed import Sealed
 from hwmodels.weight_streaming import WeightStreaming, streamed_layers
 from serving.catalog import Gpu, load_llm
 from serving.errors import InputError
@@ -49,7 +50,10 @@ def price(scenario: Scenario, llm: Llm, gpu: Gpu, layout: Layout, links: GroupLi
         model = _trunk(scenario, llm, build, dtype)
         if weights.streaming is not None:
             model = _streamed(model, scenario, llm, gpu, layout)
-    return _with_adapters(_with_drafts(model, scenario, gpu), scenario, llm, gpu, layout)
+    model, checks = _with_adapters(_with_drafts(model, scenario, gpu), scenario, llm, gpu, layout), scenario.integrity
+    if checks is None or not (checks.step_s or checks.token_s):
+        return model
+    return Sealed(model, step_s=checks.step_s, token_s=checks.token_s)
 
 
 def _trunk(scenario: Scenario, llm: Llm, build: Build, dtype: str | None) -> LatencyModel:

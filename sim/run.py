@@ -79,7 +79,7 @@ def simulate(
         stage_log = None if writer is None else writer.stages
         cluster = build_fleet(scenario, parts, metrics, stepwise=stepwise, audit=audit, recording=_recording(writer, parts), stage_log=stage_log)
         dynamics = attach(cluster, scenario, parts, metrics)
-        front = Front(cluster, scenario, metrics, stage_log) if scenario.stages else cluster
+        front = Front(cluster, scenario, metrics, stage_log) if scenario.front else cluster
         _start(
             front, arrivals, workload=scenario.workload, seed=scenario.seed, block_tokens=scenario.kv_cache.block_tokens, saturation_rps=saturation,
             max_model_len=longest_request(scenario, parts), prefix_caching=scenario.kv_cache.prefix_caching,
@@ -158,7 +158,7 @@ def _writer(out: Path | None, records: bool, plans: bool, scenario: Scenario) ->
     if out is None:
         yield None
         return
-    with RunWriter(out, steps=records, plans=plans, stages=records and bool(scenario.stages or scenario.sites)) as writer:
+    with RunWriter(out, steps=records, plans=plans, stages=records and bool(scenario.front or scenario.sites)) as writer:
         yield writer
 
 
@@ -254,7 +254,7 @@ def _load_factor(cluster: AnyCluster, scenario: Scenario, saturation: _Saturatio
     """Offered over saturated throughput, of the replicas provisioned on average; None where arrivals wait for answers or a release changes it."""
     from serving.workload import follows_answers
 
-    if scenario.sites is not None or scenario.stages:  # what limits them depends on who goes where, or is no replica at all
+    if scenario.sites is not None or scenario.front:  # what limits them depends on who goes where, or is no replica at all
         return None
     if any(pool.autoscaling is not None for pool in scenario.cluster.pools):  # which of the pools limits it changes as they do
         return None

@@ -96,9 +96,9 @@ class Station:
             return False
         return (not self.spec.classes or request.class_name in self.spec.classes) and next(self._comes) < self.spec.share
 
-    def enter(self, now_s: float) -> tuple[float, float]:
+    def enter(self, now_s: float, prompt_tokens: int = 0) -> tuple[float, float]:
         """A request comes to the servers; returns when it is begun and when it is done."""
-        service_s = next(self._service_s)
+        service_s = next(self._service_s) + self.spec.prompt_token_s * prompt_tokens
         start_s = max(now_s, self._free_s[0])
         end_s = start_s + service_s
         heapreplace(self._free_s, end_s)
@@ -230,7 +230,7 @@ class Front:
             action(None)
 
     def _serve(self, passage: Passage) -> None:
-        passage.started_s, end_s = passage.stations[passage.index].enter(self.env.now)
+        passage.started_s, end_s = passage.stations[passage.index].enter(self.env.now, passage.request.prompt_tokens)
         self.env.at(end_s, lambda event: self._served(passage), ARRIVAL)
 
     def _served(self, passage: Passage) -> None:
@@ -287,7 +287,7 @@ class Front:
 
 def _stations(scenario: Scenario, place: str) -> list[Station]:
     built = []
-    for index, spec in enumerate(scenario.stages):
+    for index, spec in enumerate(scenario.front):
         memory: Memory | None = None
         name = f"stages.{spec.name}.{place}"
         if spec.cache is not None:

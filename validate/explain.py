@@ -20,13 +20,14 @@ from typing import NamedTuple
 import numpy as np
 
 from serving.errors import InputError, nearest
-from serving.scenario.stages import NETWORK
+from serving.scenario.stages import INTEGRITY, NETWORK
 from validate.run_data import Columns, RunData
 from validate.step_parts import fit_step_parts
 
 LABELS: Mapping[str, str] = {
     "stage_queue": "waiting for a stage",
     "stage": "stages before the model",
+    "integrity": "checked, or waiting for it",
     "network": "on the way to its site",
     "queue": "waiting in the queue",
     "prefill": "its own prompt",
@@ -221,9 +222,11 @@ def _before_replica(run: RunData, rows: Columns, parts: np.ndarray) -> np.ndarra
         return total_s
     at = np.minimum(np.searchsorted(ids, stages["request_id"]), len(ids) - 1)
     known = ids[at] == stages["request_id"]
-    network = stages["stage"] == NETWORK
+    network, checks = stages["stage"] == NETWORK, stages["stage"] == INTEGRITY
+    plain = ~(network | checks)
     waited_s, served_s = stages["started_s"] - stages["entered_s"], stages["ended_s"] - stages["started_s"]
-    for cause, mine, seconds in (("stage_queue", ~network, waited_s), ("stage", ~network, served_s), ("network", network, served_s)):
+    spent = (("stage_queue", plain, waited_s), ("stage", plain, served_s), ("integrity", checks, waited_s + served_s), ("network", network, served_s))
+    for cause, mine, seconds in spent:
         spent_s = np.bincount(at[known & mine], seconds[known & mine], minlength=len(ids))
         _put(parts, cause, spent_s)
         total_s += spent_s

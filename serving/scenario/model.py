@@ -22,6 +22,7 @@ from serving.scenario.fields import (
     Switch,
     spec_field,
 )
+from serving.scenario.integrity import Integrity
 from serving.scenario.layer_reuse import LayerReuse
 from serving.scenario.parallel import Experts, Ingress, Tenancy
 from serving.scenario.planning import Plan
@@ -235,6 +236,7 @@ class Scenario(BaseModel):
     rollout: Annotated[Rollout | None, Field(description="a release by stages, while it serves")] = None
     sites: Annotated[Sites | None, Field(description="edge, regional and central pools, instead of cluster.replicas")] = None
     stages: Annotated[tuple[FrontStage, ...], Field(description="what requests pass before the model, in order")] = ()
+    integrity: Annotated[Integrity | None, Field(description="what checking requests and sealing answers costs")] = None
     measure: Measure = Measure()
     plan: Annotated[Plan | None, Field(description="what `twinserve plan` may choose from")] = None
 
@@ -250,15 +252,15 @@ class Scenario(BaseModel):
         workload = self.workload
         classes = () if workload.trace is not None else tuple(row.name for row in workload.classes) or ("default",)
         check_stages(self.stages, classes, None if workload.queries is None else workload.queries.count, workload.images is not None)
-        if (self.sites is not None or self.stages) and workload.uses_load_factor:
-            raise PydanticCustomError("form", "with sites or stages there is no one capacity to be a fraction of: give workload.arrivals.rate_rps")
+        if (self.sites is not None or self.front) and workload.uses_load_factor:
+            raise PydanticCustomError("form", "with sites, stages or checks of requests there is no one capacity to be a fraction of: give workload.arrivals.rate_rps")
         regions = () if self.rollout is None else self.rollout.regions
         known = [] if self.sites is None else [site.name for site in self.sites.places]
         for index, name in enumerate(regions):
             if self.sites is None or name not in known:
                 raise PydanticCustomError("at", "there is no site '{name}'", {"at": ("rollout", "regions", index), "name": name, "known": known})
-        if self.stages and self.plan is not None:
-            raise PydanticCustomError("form", "stages cannot be combined with a plan")
+        if self.front and self.plan is not None:
+            raise PydanticCustomError("form", "stages and checks of requests cannot be combined with a plan")
         if self.sites is None:
             return self
         cluster = self.cluster
@@ -301,6 +303,11 @@ class Scenario(BaseModel):
         if self.cluster.pools or self.policy.batching.max_in_flight > 1:
             raise PydanticCustomError("form", "retention cannot be combined with cluster.pools or with policy.batching.max_in_flight above 1")
         return self
+
+    @property
+    def front(self) -> tuple[FrontStage, ...]:
+        """What requests pass before the scheduler sees them: the stages, and the check of the request as it is then."""
+        return (*self.stages, self.integrity.stage()) if self.integrity is not None and self.integrity.checks_requests else self.stages
 
     def resolved(self) -> dict[str, Any]:
         """Return the scenario with every default written out, as plain values: loading it gives an equal scenario."""

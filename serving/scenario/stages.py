@@ -12,6 +12,7 @@ from serving.scenario.fields import STRICT, Fraction, Name, NotNegative, PolicyS
 
 MOST_FOUND = 20_000_000  # documents over all queries: a table of them is kept
 NETWORK = "network"  # in records: the way to the site that serves, which is no stage
+INTEGRITY = "integrity"  # in records: the check of a request that the key integrity asks for
 
 
 class Kept(BaseModel):
@@ -67,6 +68,7 @@ class FrontStage(BaseModel):
     model_config = STRICT
     name: Name
     service_s: Annotated[Distribution, Field(description="seconds that one request takes")]
+    prompt_token_s: Annotated[NotNegative, Field(description="seconds beside service_s for each token of the prompt that comes in")] = 0.0
     servers: Annotated[int, Field(strict=True, ge=1, le=100_000, description="requests served at once")] = 1
     share: Annotated[Fraction, Field(description="part of the requests that come here; the others pass at once")] = 1.0
     classes: Annotated[tuple[Name, ...], Field(description="only requests of these; empty: of all")] = ()
@@ -95,7 +97,7 @@ def check_stages(stages: tuple[FrontStage, ...], classes: tuple[str, ...], queri
         if stage.retrieval is not None and queries * stage.retrieval.per_query > MOST_FOUND:
             at = ("stages", index, "retrieval", "per_query")
             raise PydanticCustomError("at", "workload.queries.count times this exceeds {most}", {"at": at, "most": f"{MOST_FOUND:,}"})
-        if stage.name in seen or stage.name == NETWORK:
+        if stage.name in seen or stage.name in (NETWORK, INTEGRITY):
             raise PydanticCustomError("at", "the name '{name}' is taken", {"at": ("stages", index, "name"), "name": stage.name})
         seen.add(stage.name)
         for position, name in enumerate(stage.classes):

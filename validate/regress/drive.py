@@ -76,7 +76,7 @@ def drive(
     ``saturation_rps`` resolves load factors: both sides of a comparison must be offered the same. ``wrap`` replaces the latency
     model, ``attach`` sees the fleet before it starts. Whatever a policy raises passes through.
     """
-    for key, asked in (("sites", scenario.sites), ("stages", scenario.stages)):
+    for key, asked in (("sites", scenario.sites), ("stages", scenario.stages), ("integrity", scenario.front)):
         if asked:
             raise InputError(key, "a suite compares policies on one fleet, without sites or stages", "leave it out")
     parts = resolve_fleet(scenario)

@@ -7,7 +7,7 @@ from validate.report.figure import Figure, axis
 from validate.report.latency import SHORT
 
 COLOURS = {
-    "stage_queue": "$sand", "stage": "$teal", "network": "$indigo",
+    "stage_queue": "$sand", "stage": "$teal", "integrity": "$moss", "network": "$indigo",
     "queue": "$orange", "prefill": "$sky", "decode": "$blue", "prefill_interference": "$vermillion", "preemption": "$purple",
     "transfer": "$green", "graph_miss": "$olive", "host_stall": "$grey", "clock": "$rose", "cold_start": "$ink",
 }  # fmt: skip
