@@ -71,13 +71,26 @@ def test_a_worse_policy_fails_everywhere_it_should_be_read(suite, capsys, monkey
     (suite / "long.yaml").unlink()
     assert regress(suite, "window=none", f"window={POLICIES}:Slow", "--junit", "out/junit.xml", "--markdown", "out/summary.md") == 1
     printed = capsys.readouterr().out
-    assert "REGRESSED" in printed and "TTFT p50 is worse" in printed and "::error title=short%3A TTFT p50 is worse::+" in printed
+    assert "\nREGRESSED: " in printed and " worse in 1 scenario\n" in printed and "::error title=short%3A TTFT p50 is worse::" in printed
+    table, rest = printed.split("REGRESSED")
+    assert "FAIL" in table and " times [" not in table and " times  [" in table, "a change many times over is told as such"
+    assert "is worse" not in table and "same" in table
     tree = ElementTree.parse("out/junit.xml").getroot()
     suites = {each.get("name"): each for each in tree}
     failures = [case.get("name") for case in suites["short"] if case.find("failure") is not None]
     assert "TTFT p50" in failures and int(suites["short"].get("failures")) == len(failures)
     assert {case.get("name") for case in suites["properties"]} >= {"S1", "S7", "honest"}
     assert Path("out/summary.md").read_text().startswith("## ❌ Regressed: `window=")
+
+
+@pytest.mark.parametrize("columns", [80, 150])
+def test_no_figure_is_cut_off_whatever_the_width(suite, capsys, monkeypatch, columns):
+    monkeypatch.setattr("validate.regress.run.check_properties", lambda workers, choices: [])
+    monkeypatch.setattr("validate.regress.terminal._WIDTH", columns)
+    assert regress(suite, "window=none", f"window={POLICIES}:Slow") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns and not any("\u2026" in line for line in lines)
+    assert any(line.split()[-1:] == ["FAIL"] for line in lines) and any("98% interval" in line for line in lines) == (columns > 80)
 
 
 def test_a_policy_that_raises_fails_by_name_and_the_suite_goes_on(suite, capsys):

@@ -46,7 +46,7 @@ def regress(
         raise InputError("--effect, --time-limit", "need a fraction below 1 and a positive time")
     from serving.progress import ProgressBar
     from sim.study.executors import default_jobs
-    from validate.regress import choice, render
+    from validate.regress import choice, render, terminal
     from validate.regress.run import Settings, compare
     from validate.regress.suite import load_suite
 
@@ -65,7 +65,7 @@ def regress(
     if as_json:
         sys.stdout.write(render.as_json(report, files))
     else:
-        render.print_report(report, files, sys.stdout)
+        terminal.print_report(report, files, sys.stdout)
     if os.environ.get("GITHUB_ACTIONS") == "true":
         stream = sys.stderr if as_json else sys.stdout
         stream.writelines(line + "\n" for line in render.annotations(report, files))

@@ -1,10 +1,10 @@
-"""A comparison for people and machines: JSON, a terminal table, JUnit XML, GitHub annotations, a Markdown summary."""
+"""A comparison for machines and for those who read it elsewhere: JSON, JUnit XML, GitHub annotations, a Markdown summary."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 from xml.etree import ElementTree
 
 from validate.regress.gate import Objective, Verdict
@@ -12,8 +12,7 @@ from validate.regress.measure import BURN_WINDOWS_S, as_change, metric
 from validate.regress.properties import Finding
 from validate.regress.run import Failure, Report
 
-_WIDTH = 150  # columns where there is no terminal
-_MARKS = {"regressed": "FAIL", "improved": "better", "unchanged": "same", "undecided": "undecided"}
+_TIMES = 3.0  # from here on a change is told as so many times the baseline's value
 
 
 def as_json(report: Report, files: dict[str, list[str]]) -> str:
@@ -82,6 +81,14 @@ def verdict_of(finding: Finding) -> str:
 
 def sentences(report: Report, files: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
     """Yield (title, text) of everything that makes the candidate fail: what annotations and summaries say."""
+    yield from mishaps(report, files)
+    for verdict in report.verdicts:
+        if verdict.regressed:
+            yield f"{verdict.scenario}: {metric(verdict.metric).label} is worse", f"{change_text(verdict)}, corrected p {verdict.p:.1e}"
+
+
+def mishaps(report: Report, files: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
+    """Those of the ``sentences`` that are no figures: runs that failed, properties that are broken."""
     for failure in report.failures:
         yield f"{failure.scenario}: the {failure.side} failed", f"{failure.policy}, {failure.fault}"
     for finding in report.properties:
@@ -89,104 +96,35 @@ def sentences(report: Report, files: dict[str, list[str]]) -> Iterator[tuple[str
             too = "; the baseline breaks it too" if finding.baseline_too else ""
             replay = f"; {_requests(len(finding.rows))} left, replay: twinserve run {files[finding.name][0]}" if finding.name in files else ""
             yield f"{finding.name} is broken", f"{finding.policy}, {finding.fault}{too}{replay}"
-    for verdict in report.verdicts:
-        if verdict.regressed:
-            yield f"{verdict.scenario}: {metric(verdict.metric).label} is worse", f"{_change(verdict)}, corrected p {verdict.p:.1e}"
 
 
 def _requests(count: int) -> str:
     return f"{count} request" + ("" if count == 1 else "s")
 
 
-def _change(verdict: Verdict) -> str:
+def change_words(verdict: Verdict) -> tuple[str, str]:
+    """The change and its interval: per cent of the baseline, or how many times as much; points where shares are compared."""
     change, low, high = _interval(verdict)
-    unit = "%" if metric(verdict.metric).relative else " points"
-    return f"{change * 100:+.2f}{unit} [{low * 100:+.2f}, {high * 100:+.2f}]"
+    if not metric(verdict.metric).relative:
+        return f"{change * 100:+.2f} points", f"[{low * 100:+.2f}, {high * 100:+.2f}]"
+    if 1 + change >= _TIMES:
+        return f"{1 + change:.3g} times", f"[{1 + low:.3g}, {1 + high:.3g}]"
+    return f"{change * 100:+.2f}%", f"[{low * 100:+.2f}, {high * 100:+.2f}]"
 
 
-def _value(verdict: Verdict, value: float) -> str:
+def change_text(verdict: Verdict) -> str:
+    """Both in one."""
+    return " ".join(change_words(verdict))
+
+
+def value_words(verdict: Verdict, value: float) -> str:
+    """A metric's value with its unit."""
     unit = metric(verdict.metric).unit
     if unit == "%":
         return f"{value:.2%}"
     if unit == "s":
         return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
     return f"{value:,.4g}{unit}"
-
-
-def print_report(report: Report, files: dict[str, list[str]], file: IO[str]) -> None:
-    """Print the tables. Plain text of a fixed width where ``file`` is no terminal: the same bytes for the same input."""
-    from rich.markup import escape
-
-    from sim.tables import console_for
-
-    console = console_for(file, None if file.isatty() else _WIDTH)
-    with console.capture() as printed:
-        title = f"{', '.join(map(str, report.candidate))} against {', '.join(each.shown for each in report.baseline)}"
-        console.print(f"[bold]{escape(title)}[/bold]: suite {escape(report.suite)}, {report.settings.replications} pairs a scenario", highlight=False)
-        for table in (_metric_table(report), _slo_table(report), _property_table(report)):
-            if table is not None:
-                console.print()
-                console.print(table)
-        console.print()
-        for heading, text in sentences(report, files):
-            console.print(f"[red]{escape(heading)}[/red]: {escape(text)}", highlight=False, soft_wrap=True)
-        console.print("[bold red]REGRESSED[/bold red]" if report.regressed else "[green]no regression[/green]", highlight=False)
-    file.writelines(line.rstrip() + "\n" for line in printed.get().splitlines())
-
-
-def _table(*columns: str) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    return table
-
-
-def _metric_table(report: Report) -> Any:
-    from rich.markup import escape
-
-    if not report.verdicts:
-        return None
-    table = _table("Scenario", "Metric", "Baseline", "Candidate", f"Change [{1 - 2 * report.settings.alpha:.0%} interval]", "p", "")
-    before = None
-    for each in report.verdicts:
-        style = {"regressed": "bold red", "improved": "green"}.get(each.verdict, "")
-        more = each.verdict == "undecided" and each.required > report.settings.replications
-        mark = _MARKS[each.verdict] + (f": {each.required} pairs would tell" if more else "")
-        name = "" if each.scenario == before else escape(each.scenario)
-        before = each.scenario
-        cells = (metric(each.metric).label, _value(each, each.baseline), _value(each, each.candidate), _change(each), f"{each.p:.1g}", mark)
-        table.add_row(name, *map(escape, cells), style=style)
-    return table
-
-
-def _slo_table(report: Report) -> Any:
-    from rich.markup import escape
-
-    if not report.objectives:
-        return None
-    windows = " ".join(f"{seconds:g} s" for seconds in BURN_WINDOWS_S)
-    table = _table("Scenario", "Class", "Asked", "Baseline", "Candidate", f"Burn, all {windows}: baseline", "candidate", "")
-    for row in report.objectives:
-        burns = [" ".join(f"{burn:.1f}" for burn in side) for side in (row.burn_baseline, row.burn_candidate)]
-        style = "bold red" if row.verdict == "broken" else ""
-        cells = (row.scenario, row.class_name, f"{row.asked:.2%}", f"{row.baseline:.2%}", f"{row.candidate:.2%}", *burns, row.verdict)
-        table.add_row(*map(escape, cells), style=style)
-    return table
-
-
-def _property_table(report: Report) -> Any:
-    from rich.markup import escape
-
-    if not report.properties:
-        return None
-    table = _table("Property", "", "What must hold")
-    table.columns[2].no_wrap = False
-    for finding in report.properties:
-        verdict = verdict_of(finding)
-        table.add_row(finding.name, verdict, escape(finding.skipped or finding.title), style="bold red" if finding.broken else "")
-    return table
 
 
 def annotations(report: Report, files: dict[str, list[str]]) -> Iterator[str]:
@@ -210,7 +148,7 @@ def junit(report: Report, files: dict[str, list[str]]) -> str:
     root = ElementTree.Element("testsuites", name="twinserve regress")
     groups: dict[str, list[tuple[str, str, str, str]]] = {}
     for verdict in report.verdicts:
-        text = _change(verdict) if verdict.regressed else ""
+        text = change_text(verdict) if verdict.regressed else ""
         groups.setdefault(verdict.scenario, []).append((metric(verdict.metric).label, "failure" if text else "", text, ""))
     for finding in report.properties:
         text = f"{finding.policy}, {finding.fault}" if finding.broken else finding.skipped
@@ -240,7 +178,7 @@ def markdown(report: Report, files: dict[str, list[str]]) -> str:
     lines = [f"## {'❌ Regressed' if report.regressed else '✅ No regression'}: {candidate} against {baseline}", ""]
     reasons = [f"- **{_cell(title)}**: {_cell(text)}" for title, text in sentences(report, files)]
     better = [verdict for verdict in report.verdicts if verdict.verdict == "improved"]
-    gains = [f"- better: {_cell(each.scenario)}, {_cell(metric(each.metric).label)} {_change(each)}" for each in better]
+    gains = [f"- better: {_cell(each.scenario)}, {_cell(metric(each.metric).label)} {change_text(each)}" for each in better]
     lines += [*reasons, *gains, ""] if reasons or gains else []
     passed = sum(verdict_of(finding) == "passed" for finding in report.properties)
     lines += [
@@ -249,7 +187,7 @@ def markdown(report: Report, files: dict[str, list[str]]) -> str:
         "| Scenario | Metric | Baseline | Candidate | Change | Verdict |", "|---|---|--:|--:|--:|---|",
     ]  # fmt: skip
     for each in report.verdicts:
-        cells = (each.scenario, metric(each.metric).label, _value(each, each.baseline), _value(each, each.candidate), _change(each), each.verdict)
+        cells = (each.scenario, metric(each.metric).label, value_words(each, each.baseline), value_words(each, each.candidate), change_text(each), each.verdict)
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     lines += ["", "| Scenario | Class | Asked | Baseline | Candidate | Objective |", "|---|---|--:|--:|--:|---|"]
     for row in report.objectives:
