@@ -90,7 +90,11 @@ def _metric_table(report: Report, narrow: bool) -> Any:
     table = _table(narrow, columns)
     for name in dict.fromkeys(each.scenario for each in report.verdicts):
         mine = [each for each in report.verdicts if each.scenario == name]
-        rows = [(_cells(each, report.settings.replications), _STYLES.get(each.verdict, "")) for each in mine if each.verdict != "unchanged"]
+        rows = [
+            (_cells(each, None if narrow else report.settings.replications), _STYLES.get(each.verdict, ""))
+            for each in mine
+            if each.verdict != "unchanged"
+        ]
         same = len(mine) - len(rows)
         if same:
             count = f"{same} {'other ' * bool(rows)}metric{'s' * (same > 1)}"
@@ -103,8 +107,9 @@ def _metric_table(report: Report, narrow: bool) -> Any:
     return table
 
 
-def _cells(each: Verdict, pairs: int) -> tuple[str, ...]:
-    more = each.verdict == "undecided" and each.required > pairs
+def _cells(each: Verdict, pairs: int | None) -> tuple[str, ...]:
+    """The cells of a row. ``pairs``: how many there were, where there is room to say that more are needed."""
+    more = pairs is not None and each.verdict == "undecided" and each.required > pairs
     mark = _MARKS[each.verdict] + (f": {each.required} pairs would tell" if more else "")
     values = (value_words(each, each.baseline), value_words(each, each.candidate))
     return (metric(each.metric).label, *values, *change_words(each), f"{each.p:.1g}", mark)
