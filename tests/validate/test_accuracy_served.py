@@ -13,6 +13,8 @@ from hwmodels.latency import build
 from serving.catalog import load_gpu, load_llm
 from serving.errors import InputError
 from serving.plan import StepShape
+from serving.scenario import from_mapping
+from sim.fleet import resolve_fleet
 from validate.accuracy import accuracy
 from validate.measured import closed_loop, mlperf, openorca, routing_ladder, served, served_table
 from validate.measured.datasheet import floor_s, least_ratio
@@ -147,6 +149,23 @@ def test_lengths_of_the_mlperf_run_follow_from_its_summary(data_dir):
     del server.stated["tpot_s"]
     with pytest.raises(InputError, match="does not state tpot_s"):
         mlperf.output_lengths(server)
+
+
+def test_offline_latencies_show_more_requests_in_flight_than_16_bit_pages_hold(data_dir):
+    """All samples come at once, so completions speed up when the queue is empty: nobody's prompt is computed any more."""
+    (submission,) = mlperf.find(data_dir / "measured" / mlperf.KRAI)
+    latency, once = submission.summaries["offline"].stated["e2e_s"], mlperf.samples(submission.summaries["offline"], 104.369)
+    steady, later = (once * share / (latency[end] - latency[start]) for share, start, end in ((0.4, "p50", "p90"), (0.05, "p90", "p95")))
+    assert later > 1.5 * steady
+    answers = np.interp((np.arange(10_000) + 0.5) / 10_000, *mlperf.output_lengths(submission.summaries["server"]))
+    held = openorca.PROMPT_TOKENS + (answers**2).mean() / (2.0 * answers.mean())  # tokens of a running request, on average
+    needed = held * 0.1 * once / 8  # on each GPU, with a tenth of all left
+    scenario, pools = mlperf._scenario(submission, "offline"), {}
+    for dtype in ("bf16", "fp8"):
+        (part,) = resolve_fleet(from_mapping({**scenario, "kv_cache": {**scenario["kv_cache"], "dtype": dtype}})).values()
+        pools[dtype] = part.capacity.kv_tokens
+    assert 1.5 * pools["bf16"] < needed < pools["fp8"]
+    assert scenario["kv_cache"]["dtype"] == "fp8"
 
 
 def test_openorca_prompts_share_system_messages_and_nothing_else():
