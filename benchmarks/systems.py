@@ -46,7 +46,8 @@ EFFECTS = {
         "by topology": (), "random": ("policy.routing=random",), "by load": ("policy.routing=least_outstanding_tokens",)}),
     "A13": Effect("edge-to-centre", (*LATENCY, "gpu_busy_fraction", "sites.network_s.mean"), {
         "short prompts at the edge": (), "all at the centre": ("sites.routing=innermost",), "all at the edge": ("sites.routing=nearest",),
-        "spill-over": ("sites.routing={name: spill_over, max_waiting: 0.5}",)}),
+        "spill-over": ("sites.routing={name: spill_over, max_waiting: 0.5}",),
+        "quickest": ("sites.routing={name: quickest, token_s: {edge: 1.0e-4, regional: 3.0e-5, central: 3.0e-5}, waiting_s: {edge: 0.1, regional: 0.03, central: 0.03}}",)}),
     "A15": Effect("adapters", ("ttft_s.mean", "output_tokens_per_s"), {
         "eight slots": (), "a blocked head blocks": ("adapters.max_bypasses=0",)}),
     "B2": Effect("kv-offload", (*LATENCY, "prefix_cache_hit_rate"), {

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from sim.bottleneck import Fleet, bottleneck, load_words
+from sim.front_tables import Rows, front_tables
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +39,9 @@ def print_run(summary: Mapping[str, Any], fleet: Fleet, slo: Slo, file: IO[str],
             if table is not None:
                 console.print()
                 console.print(table)
+        for rows in front_tables(summary):
+            console.print()
+            console.print(_front_table(rows, plain))
         console.print()
         console.print(bottleneck(summary, fleet, slo), highlight=False)
     file.writelines(line.rstrip() + "\n" for line in printed.get().splitlines())
@@ -100,6 +104,17 @@ def _latency_table(summary: Mapping[str, Any], plain: bool) -> Table:
         seconds = values["p99"] >= 2
         unit, scale = ("s", 1.0) if seconds else ("ms", 1e3)
         table.add_row(f"{label} [dim]({unit})[/dim]", *(_number(values[name] * scale) for name in _STATISTICS))
+    return table
+
+
+def _front_table(rows: Rows, plain: bool) -> Table:
+    from rich.markup import escape
+
+    table = _table(plain)
+    for index, name in enumerate((rows.title if rows.columns[0] == "stage" and rows.words == 1 else rows.columns[0].capitalize(), *rows.columns[1:])):
+        table.add_column(name, justify="left" if index < rows.words else "right", no_wrap=True)
+    for row in rows.rows:
+        table.add_row(*map(escape, row))
     return table
 
 

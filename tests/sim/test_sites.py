@@ -52,7 +52,7 @@ def test_what_crosses_a_link_together_shares_it():
 
 
 @pytest.mark.parametrize(
-    "routing", ["nearest", "innermost", {"name": "spill_over", "max_waiting": 0.5}, {"name": "by_length", "limits": {"edge": 200, "regional": 400}}]
+    "routing", ["nearest", "innermost", {"name": "spill_over", "max_waiting": 0.5}, {"name": "by_length", "limits": {"edge": 200, "regional": 400}}, {"name": "quickest", "waiting_s": {"edge": 0.05, "regional": 0.01, "central": 0.0}}]
 )
 def test_nobody_is_lost_between_sites_and_fast_equals_stepwise(routing):
     asked = scenario(routing, rate=200.0)
@@ -116,6 +116,18 @@ def test_policies_on_a_written_down_way():
     by_class = load_policy("site", "by_class", {"tiers": {"batch": "central"}, "default": "regional"})
     assert by_class.serve_at(one._replace(class_name="batch"), way()) == 2 and by_class.serve_at(one, way()) == 1
     assert load_policy("site", "by_class", {"tiers": {"batch": "central"}}).serve_at(one, way()) == 0
+
+
+def test_the_quickest_site_by_hand():
+    """A prompt of 1,000 tokens costs 0.1 s at the edge, 0.02 s further in; the round trips are 0.01 and 0.1 s."""
+    policy = load_policy("site", "quickest", {"token_s": {"edge": 1e-4, "regional": 2e-5, "central": 2e-5}, "waiting_s": 0.02})
+    long, short = request(1, 0.0, 1000), request(2, 0.0, 50)
+    assert policy.serve_at(long, way(0, 0, 0)) == 1 and policy.serve_at(short, way(0, 0, 0)) == 0
+    assert policy.serve_at(short, way(1, 0, 0)) == 1, "0.025 s at the edge, 0.011 s in the region"
+    assert policy.serve_at(short, way(9, 20, 0)) == 2, "ten wait for each of two replicas there: 0.211 s against 0.101"
+    with pytest.raises(InputError) as caught:
+        load_policy("site", "quickest", {"token_s": {"edge": -1.0}})
+    assert caught.value.where == "policy.site.token_s.edge"
 
 
 # -- releases -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from serving.errors import InputError
+from sim.front_tables import front_tables
 from validate.explain import explain_all
 from validate.report import agreement, causes, headline, latency, study, timeline
 from validate.report.figure import Figure
@@ -84,6 +85,9 @@ def run_page(run: RunData) -> Page:
         tables = [headline.cause_table(metric, rows) for metric, rows in spikes.items()]
         lead = "Each slow request's latency is split by cause, and the causes ranked by what they add beyond a typical request."
         sections.append(Section("causes", "Why the slowest were slow", [causes.chart(spikes), *tables], lead))
+    before = [headline.Table(*rows) for rows in front_tables(run.summary)]
+    if before:
+        sections.append(Section("front", "Before the fleet", before))
     sections.append(Section("slice", "A slice", _parts(timeline.gantt(run)) if recorded else []))
     kind = "simulated run" if run.simulated else "real run"
     text = yaml.safe_dump(dict(run.scenario), sort_keys=False, allow_unicode=True) if run.scenario else ""
