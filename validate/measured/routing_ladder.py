@@ -78,7 +78,7 @@ def find(root: Path) -> list[Ladder]:
 
 def rows(ladder: Ladder, progress: Progress | None = None) -> list[Row]:
     """Return mean TTFT and output rate of every stage, and the highest output rate of each policy over the ladder."""
-    result, name = [], ladder.folder.name
+    result, highest, name = [], [], ladder.folder.name
     policies = list(dict.fromkeys(stage.policy for stage in ladder.stages))
     for done, policy in enumerate(policies):
         simulated = simulate_policy(ladder, policy)
@@ -89,10 +89,10 @@ def rows(ladder: Ladder, progress: Progress | None = None) -> list[Row]:
             result.append(_row(dataset, "ttft_s", stage.ttft_s, ttft_s))
             result.append(_row(dataset, "output_tokens_per_s", stage.output_tokens_per_s, tokens_per_s))
             best.append((stage.output_tokens_per_s, tokens_per_s))
-        result.append(_row(f"{name}/saturation/{policy}", "output_tokens_per_s", *(max(column) for column in zip(*best))))
+        highest.append(_row(f"{name}/saturation/{policy}", "output_tokens_per_s", *(max(column) for column in zip(*best))))
         if progress is not None:
             progress(done + 1, len(policies))
-    return result
+    return result + highest
 
 
 def orders(found: list[Row]) -> list[tuple[str, str, str, bool]]:
