@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.cli import Attention, Device, Dtype, Eager, Overrides, Scenario, Seed, Threads, Weights
 from serving.errors import InputError
-from serving.http.command import Drain, Host, MaxWaiting, Port, serve_backend
+from serving.http.command import Drain, Host, MaxWaiting, Port, TokenCache, serve_backend
 
 
 def serve(
@@ -21,6 +21,7 @@ def serve(
     port: Port = 8000,
     max_waiting: MaxWaiting = None,
     drain_s: Drain = 30.0,
+    token_cache_mib: TokenCache = None,
 ) -> None:
     """Serve completions with the real engine, under a scenario's policies; its workload is not used."""
     from serving.scenario import load
@@ -38,4 +39,4 @@ def serve(
         backend = EngineBackend(loaded, engine, load_tokenizer(weights, engine.vocab), end_tokens=end_tokens(weights))
         return backend, f"{backend.llm} ({engine.device})"
 
-    serve_backend(build, host=host, port=port, max_waiting=max_waiting, drain_s=drain_s)
+    serve_backend(build, host=host, port=port, max_waiting=max_waiting, drain_s=drain_s, token_cache_mib=token_cache_mib)

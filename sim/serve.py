@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from serving.errors import InputError
-from serving.http.command import Drain, Host, MaxWaiting, Port, serve_backend
+from serving.http.command import Drain, Host, MaxWaiting, Port, TokenCache, serve_backend
 
 
 def register(app: typer.Typer) -> None:
@@ -24,6 +24,7 @@ def serve(
     port: Port = 8000,
     max_waiting: MaxWaiting = None,
     drain_s: Drain = 30.0,
+    token_cache_mib: TokenCache = None,
 ) -> None:
     """Serve completions over the simulator: a scenario's fleet answers with placeholder text, at the times it would."""
     from serving.scenario import load
@@ -38,4 +39,4 @@ def serve(
         backend = SimBackend(loaded, speed=speed)
         return backend, f"{backend.llm} (simulated, {backend.fleet})"
 
-    serve_backend(build, host=host, port=port, max_waiting=max_waiting, drain_s=drain_s)
+    serve_backend(build, host=host, port=port, max_waiting=max_waiting, drain_s=drain_s, token_cache_mib=token_cache_mib)
