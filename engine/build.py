@@ -15,6 +15,7 @@ from engine.architecture import Architecture, from_llm
 from engine.attention_trace import AttentionTrace
 from engine.clocks import NormalisedClock
 from engine.drafting.build import drafter_of, proposer_of, share_of_pages
+from engine.early_exit import EarlyExit, load_gates, random_gates
 from engine.kv_formats import FORMATS
 from engine.loader import load, random_weights
 from engine.lora.slots import AdapterStore, LoraSlots
@@ -86,6 +87,7 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
     if scenario.speculation is not None and (scenario.retention is not None or ranks > 1):
         raise InputError("speculation", "the engine verifies drafts on one device, and drops no pages meanwhile", "leave it out")
     drafter = drafter_of(scenario, shape, weights)
+    exits = _exits(scenario, choices, shape, device)
     lora = _lora(scenario, choices, shape, weights, ranks)
     use = measured_use(scenario, shape, weights, device)
     beside = (0 if drafter is None else drafter.bytes()) + (0 if lora is None else lora.bytes())
@@ -103,15 +105,27 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
         runner = RankedRunner(Recipe(shape, DTYPES[dtype_name], scenario.seed, choices.weights), weights, options, ranks)
     else:
         watched = scenario.retention is not None and policies_of(scenario).retention.entropy_below > 0
-        runner = Runner(shape, weights, options, AttentionTrace(top=1, keep=False) if watched else None, lora=lora)
+        runner = Runner(shape, weights, options, AttentionTrace(top=1, keep=False) if watched else None, lora=lora, exits=exits)
         if getattr(policies_of(scenario).batching, "streams", 1) == 2:
             runner = TwoStreams(runner)
     runner.warm_up()
     return Engine(
         runner, blocks, longest, shape.vocab, device_name(device, choices.threads), gpu.price_usd_per_h,
         {"torch": str(torch.__version__), "dtype": dtype_name, "weights": str(choices.weights.name) if choices.weights else "random"},
-        proposer_of(scenario, drafter, options),
+        proposer_of(scenario, drafter, options), {} if exits is None else {"early_exit": exits.report},
     )  # fmt: skip
+
+
+def _exits(scenario: Scenario, choices: Choices, shape: Architecture, device: torch.device) -> EarlyExit | None:
+    """The gates of the scenario's exits: those beside the weights, or random ones for random weights. Raises InputError."""
+    spec = None if scenario.weights is None else scenario.weights.early_exit
+    if spec is None:
+        return None
+    if scenario.retention is not None or scenario.adapters is not None or scenario.cluster.tensor_parallel > 1:
+        raise InputError("weights.early_exit", "the engine lets tokens leave on one device, without adapters or retention", "leave those out")
+    if choices.weights is not None:
+        return load_gates(spec, shape, choices.weights, device)
+    return random_gates(spec, shape, scenario.seed, device)
 
 
 def _lora(scenario: Scenario, choices: Choices, shape: Architecture, weights: DecoderWeights, ranks: int) -> LoraSlots | None:
@@ -139,12 +153,16 @@ def _kv_format(scenario: Scenario) -> str | None:
 
 
 def reference_step(runner: Runner | RankedRunner | TwoStreams) -> Callable[[], None]:
-    """A fixed step that touches nothing but the reserved block: a few decodes over a middling context."""
+    """A fixed step that touches nothing but the reserved block: a few decodes over a middling context, through all layers."""
     table = [0] * blocks_for(REFERENCE_CONTEXT, runner.options.block_tokens)
     batch = StepInput([SequenceInput(-1 - one, (1,), REFERENCE_CONTEXT - 1, table) for one in range(REFERENCE_SEQS)])
 
+    inner = runner if isinstance(runner, Runner) else runner.runner
+
     def run() -> None:
+        exits, inner.exits = inner.exits, None
         runner.execute(batch)
+        inner.exits = exits
 
     return run
 

@@ -110,10 +110,10 @@ class Decoder:
         residual = F.embedding(tokens, weights.embedding)
         x = ops.rmsnorm(residual, weights.layers[0].attention_norm, eps)
         for index, layer in enumerate(weights.layers):
-            x = self._attention(index, layer, x, residual, positions, batch, cache, observe)
+            x = self.attention(index, layer, x, residual, positions, batch, cache, observe)
             x = x if self.reduce is None else self.reduce(x)
             x, residual = ops.add_rmsnorm(x, residual, layer.mlp_norm, eps)
-            x = self._mlp(index, layer, x, batch)
+            x = self.mlp(index, layer, x, batch)
             x = x if self.reduce is None else self.reduce(x)
             last = index + 1 == len(weights.layers)
             x, residual = ops.add_rmsnorm(x, residual, weights.norm if last else weights.layers[index + 1].attention_norm, eps)
@@ -123,9 +123,10 @@ class Decoder:
         """Return the logits [rows, vocab] of hidden states [rows, hidden]."""
         return F.linear(hidden, self.weights.lm_head)
 
-    def _attention(
+    def attention(
         self, index: int, layer: LayerWeights, x: Tensor, residual: Tensor, positions: Tensor, batch: AttentionBatch, cache: KvCache, observe: Observer | None
     ) -> Tensor:
+        """What the attention of layer ``index`` adds to the residual, for its normed state ``x`` [T, hidden]; writes keys and values to the cache."""
         shape = self.shape
         heads, kv_heads = shape.heads, shape.kv_heads
         qkv = self._adapted(F.linear(x, layer.qkv, layer.qkv_bias), x, index, "qkv", batch).view(-1, heads + 2 * kv_heads, shape.head_dim)
@@ -142,11 +143,22 @@ class Decoder:
         out = out.reshape(-1, heads * shape.head_dim)
         return self._adapted(F.linear(out, layer.output), out, index, "output", batch)
 
+    def keys_values(self, layer: LayerWeights, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys, rotated, and values [T, K, D] that ``attention`` would write for ``x``; no adapter has a part in them."""
+        shape = self.shape
+        first = shape.heads * shape.head_dim
+        bias = None if layer.qkv_bias is None else layer.qkv_bias[first:]
+        k, v = F.linear(x, layer.qkv[first:], bias).view(-1, 2, shape.kv_heads, shape.head_dim).unbind(1)
+        if layer.k_norm is not None:
+            k = self.ops.rmsnorm(k, layer.k_norm, shape.norm_eps)
+        return k if self._rope is None else self.ops.rope(k, positions, *self._rope), v
+
     def _adapted(self, y: Tensor, x: Tensor, index: int, matrix: str, batch: AttentionBatch) -> Tensor:
         """``y``, the product of ``x`` and a matrix, with what each row's adapter adds to it."""
         return y if batch.adapters is None else self._lora.add(y, x, index, matrix, batch.adapters)
 
-    def _mlp(self, index: int, layer: LayerWeights, x: Tensor, batch: AttentionBatch) -> Tensor:
+    def mlp(self, index: int, layer: LayerWeights, x: Tensor, batch: AttentionBatch) -> Tensor:
+        """What the feed-forward block of layer ``index`` adds to the residual, for its normed state ``x`` [T, hidden]."""
         if layer.experts is None:
             wide = self.ops.silu_mul(self._adapted(F.linear(x, layer.gate_up), x, index, "gate_up", batch))
             return self._adapted(F.linear(wide, layer.down), wide, index, "down", batch)

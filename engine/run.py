@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Engine:
     gpu_usd_per_h: float | None = None
     versions: Mapping[str, str] | None = None
     proposer: Callable[[], Proposer] | None = None  # makes what drafts for one loop; None: prompt look-up
+    reports: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # parts of summary.json that the runner knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,11 @@ def check_servable(scenario: Scenario) -> None:
     """Raise InputError for what is simulated but not done by one engine."""
     if scenario.cluster.replicas != 1:
         raise InputError("cluster.replicas", f"one engine is one replica, not {scenario.cluster.replicas}", "set it to 1")
-    for where, asked in (("cluster.pools", scenario.cluster.pools), ("faults", scenario.faults),
-                         ("weights", scenario.weights), ("rollout", scenario.rollout), ("cluster.autoscaling", scenario.cluster.autoscaling),
-                         ("workload.retry", scenario.workload.retry), ("sites", scenario.sites), ("stages", scenario.stages), ("integrity", scenario.integrity)):  # fmt: skip
+    weights = scenario.weights
+    for where, asked in (("cluster.pools", scenario.cluster.pools), ("faults", scenario.faults), ("weights.streaming", weights and weights.streaming),
+                         ("weights.mixed", weights and weights.mixed), ("rollout", scenario.rollout), ("cluster.autoscaling", scenario.cluster.autoscaling),
+                         ("workload.retry", scenario.workload.retry), ("sites", scenario.sites), ("stages", scenario.stages), ("integrity", scenario.integrity),
+                         ("compilation", scenario.compilation)):  # fmt: skip
         if asked:
             raise InputError(where, "the engine does not do this; the simulator does", "leave it out")
 
@@ -117,6 +120,7 @@ def serve_scenario(
         summary = metrics.summary(scenario=scenario.name, seed=scenario.seed, totals=totals)
         if scenario.speculation is not None:
             summary["speculation"] = accounts.drafts()
+        summary |= {name: report() for name, report in engine.reports.items()}
         slots = loop.scheduler.policies.adapters
         if slots is not None:
             summary["adapters"] = {"loads": slots.loads, "hit_rate": slots.hits / (slots.hits + slots.loads) if slots.hits + slots.loads else None}

@@ -19,6 +19,7 @@ from engine.architecture import Architecture
 from engine.attention import geometry, load
 from engine.attention_trace import AttentionTrace
 from engine.block_tables import BlockTables
+from engine.early_exit import EarlyExit
 from engine.graphs import DecodeGraphs, StepPath, cuda_capture, plain_capture
 from engine.host_pages import HostPages
 from engine.inputs import InputBuffers, StepLayout
@@ -87,12 +88,12 @@ class Runner:
 
     def __init__(
         self, shape: Architecture, weights: DecoderWeights, options: RunnerOptions, trace: AttentionTrace | None = None,
-        reduce: Callable[[Tensor], Tensor] | None = None, lora: LoraSlots | None = None, beside: Runner | None = None,
+        reduce: Callable[[Tensor], Tensor] | None = None, lora: LoraSlots | None = None, exits: EarlyExit | None = None, beside: Runner | None = None,
     ) -> None:  # fmt: skip
         """Allocate the cache and all buffers. Raises InputError when the cache does not fit or a name is unknown.
 
         With ``trace`` every step runs eagerly and attention of one layer is recorded. ``reduce`` and ``lora``: see ``Decoder``.
-        ``beside``: use that runner's cache and block tables, so that both can run parts of one step.
+        ``exits``: tokens may leave early; then too. ``beside``: use that runner's cache and block tables, so that both can run parts of one step.
         """
         device, dtype = weights.embedding.device, weights.embedding.dtype
         length = options.max_model_len or shape.max_model_len
@@ -111,20 +112,21 @@ class Runner:
         self.tables = beside.tables if beside else BlockTables(options.max_seqs, -(-length // options.block_tokens), device)
         self.inputs = InputBuffers(options.max_batch_tokens, options.max_seqs, options.block_tokens, shape.vocab, device, adapters=lora is not None)
         self._lora = lora
+        self.exits = exits
         self._trace = trace
         self._last_tokens = beside._last_tokens if beside else torch.zeros(options.max_seqs + 1, dtype=torch.int32, device=device)
         self._weights_version = 0
         self._layout = NO_STEP
         self._probabilities: dict[int, Tensor] = {}
         cuda = device.type == "cuda"
-        sizes = options.graph_sizes if trace is None and (backend.capturable or not cuda) else ()
+        sizes = options.graph_sizes if trace is None and exits is None and (backend.capturable or not cuda) else ()
         sizes = tuple(size for size in sizes if size <= min(options.max_seqs, options.max_batch_tokens))
         self.graphs = DecodeGraphs(sizes, self._decode, self._signature, cuda_capture(device) if cuda else plain_capture)
 
     def beside(self) -> Runner:
         """A second way through the same network, with buffers and attention state of its own and no graphs."""
         weights = self.decoder.weights
-        return Runner(self.shape, weights, replace(self.options, graph_sizes=()), self._trace, self.decoder.reduce, self._lora, self)
+        return Runner(self.shape, weights, replace(self.options, graph_sizes=()), self._trace, self.decoder.reduce, self._lora, self.exits, self)
 
     def execute(self, batch: StepInput) -> StepOutput:
         """Run one step to its end and return the sampled tokens.
@@ -220,6 +222,8 @@ class Runner:
         # Each token's own sequence remembers its last sampled token; only decodes may ask for it.
         asked = self._last_tokens[batch.rows[:decodes].long()]
         tokens = torch.cat((torch.where(tokens[:decodes] < 0, asked, tokens[:decodes]), tokens[decodes:]))
+        if self.exits is not None:
+            return self.exits.forward(self.decoder, tokens, view["positions"][:count], batch, self.cache)
         observe = self._trace.observer(batch, self.cache, layout) if self._trace else None
         return self.decoder.forward(tokens, view["positions"][:count], batch, self.cache, observe)
 

@@ -79,12 +79,19 @@ def _experts(x, w, i, shape: Architecture):
     return torch.stack(rows)
 
 
-def logits(w: dict[str, torch.Tensor], shape: Architecture, tokens: list[int], kept: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the logits of every position of one sequence, float64 [L, vocab]; ``kept`` [L, L] says what each position may look at."""
+def logits(
+    w: dict[str, torch.Tensor], shape: Architecture, tokens: list[int], kept: torch.Tensor | None = None, gates: dict | None = None
+) -> torch.Tensor:
+    """Return the logits of every position of one sequence, float64 [L, vocab]; ``kept`` [L, L] says what each position may look at.
+
+    ``gates``: by the number of layers before it, (w, b); a position whose gate opens stands still from there on.
+    """
+    still = torch.zeros(len(tokens), dtype=torch.bool)
     x = w["embed"][tokens]
     length, dim, group = len(tokens), shape.head_dim, shape.heads // shape.kv_heads
     age = torch.arange(length)[:, None] - torch.arange(length)[None]
     for i in range(shape.layers):
+        before = x
         window = shape.window_of(i)
         hidden = (age < 0) | (age >= (window or length))
         hidden = hidden if kept is None else hidden | ~kept
@@ -104,4 +111,8 @@ def logits(w: dict[str, torch.Tensor], shape: Architecture, tokens: list[int], k
         x = x + torch.cat(heads, -1) @ w[f"{i}.o"].T
         h = _norm(x, w[f"{i}.mn"], shape.norm_eps)
         x = x + (_experts(h, w, i, shape) if shape.experts else _mlp(h, w[f"{i}.gu"], w[f"{i}.d"]))
+        x = torch.where(still[:, None], before, x)
+        if gates and i + 1 in gates:
+            weight, bias = gates[i + 1]
+            still = still | (torch.sigmoid(_norm(x, w[f"{i + 1}.an"], shape.norm_eps) @ weight.double() + bias) > 0.5)
     return _norm(x, w["norm"], shape.norm_eps) @ w["head"].T
