@@ -83,6 +83,10 @@ EFFECTS = {
         dtype: (f"cluster.weight_dtype={dtype}", "workload.requests=3000") for dtype in ("bf16", "fp8", "int4")}),
     "D4": Effect("expert-parallel", ("tpot_s.mean", "output_tokens_per_s", "slo_attainment.overall", "load_factor"), {
         "drawn": (), "balanced": ("cluster.experts.placement=balanced",), "even": ("cluster.experts.zipf=0.0",)}),
+    "D6": Effect("recompile", ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "e2e_s.mean", "compilation.mixed.recompiles", "compilation.stalled_s"), {
+        "drift, four steps": (), "drift, at once": ("compilation.policy.steps=1",), "static": ("compilation.policy=static",),
+        "static, 512 and 64": ("compilation.policy=static", "compilation.mixed_tokens=512", "compilation.decode_tokens=64"),
+        "always": ("compilation.policy=always",), "nothing fused": ("compilation.cross_share=0.0",), "no plans": ("compilation=null",)}),
     "E3": Effect("integrity", ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "e2e_s.mean", "slo_attainment.overall", "stages.0.busy_fraction"), {
         "as measured": (), "unchecked": ("integrity=null",), "60 ms, one worker": ("integrity.request_s.value=0.06",),
         "60 ms, four workers": ("integrity.request_s.value=0.06", "integrity.workers=4")}),

@@ -91,6 +91,11 @@ class Roofline:
         self._mixed: dict[int | tuple[int, int], tuple[float, float]] = {}
         self._head: dict[int, float] = {0: 0.0}
 
+    @property
+    def operators(self) -> Operators:
+        """What it adds up."""
+        return self._operators
+
     # -- the protocol ---------------------------------------------------------------------------------------------
 
     def step_s(self, shape: StepShape) -> float:

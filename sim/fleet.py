@@ -62,6 +62,11 @@ class Parts:
         tenancy = self.scenario.cluster.tenancy
         return self.scenario.cluster.replicas // (tenancy.tenants if tenancy is not None else 1) * self.layout.gpus
 
+    def latency_of(self, replica: int) -> LatencyModel:
+        """What prices the steps of a replica: one of its own, where that depends on the steps before."""
+        model = self.latencies[replica] if replica < len(self.latencies) else self.latency
+        return model.for_replica() if hasattr(model, "for_replica") else model
+
 
 def resolve(scenario: Scenario, on: tuple[LinkGraph, list[list[str]]] | None = None) -> Parts:
     """Look everything up and check that it can work at all. Raises InputError naming the binding limit.
@@ -269,7 +274,7 @@ def build_cluster(
         auditor = stream(scenario.seed, f"audit.{label}") if audit else None
         built.append(
             Replica(
-                index, new_scheduler(parts), parts.latencies[index] if index < len(parts.latencies) else parts.latency, metrics, label=label, stepwise=stepwise, audit=auditor, audit_share=audit, recording=recording,
+                index, new_scheduler(parts), parts.latency_of(index), metrics, label=label, stepwise=stepwise, audit=auditor, audit_share=audit, recording=recording,
                 acceptance=scenario.speculation.acceptance if drafting and recorded is None else 0.0,
                 draft_rng=drafting and (recorded or stream(scenario.seed, f"drafts.{label}")),
             )
@@ -304,6 +309,16 @@ def new_metrics(scenario: Scenario, *, keep_rows: bool = False) -> Metrics:
         names, scenario.slo.targets, warmup_s=measure.warmup_s, cooldown_s=measure.cooldown_s, keep_rows=keep_rows,
         timeline_s=faults.window_s if faults is not None else None,
     )  # fmt: skip
+
+
+def compile_report(replicas: list[Replica]) -> dict[str, Any]:
+    """How often replicas compiled plans again, for how long they stood, and the tokens that the plans are for now, on average."""
+    compiled = [replica.latency for replica in replicas]
+    row = {"stalled_s": sum(model.stalled_s for model in compiled)}
+    for kind in ("decode", "mixed"):
+        plans = [getattr(model, kind) for model in compiled]
+        row[kind] = {"recompiles": sum(plan.recompiles for plan in plans), "plan_tokens": sum(plan.tokens for plan in plans) / len(plans)}
+    return row
 
 
 def tier_report(replicas: list[Replica]) -> list[dict[str, Any]]:

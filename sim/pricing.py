@@ -7,18 +7,21 @@ from dataclasses import replace
 
 from hwmodels import latency
 from hwmodels.adapted import Adapted
+from hwmodels.compiled import Compiled, Compiler, Recompile, SharedCache
 from hwmodels.drafting import Drafting
 from hwmodels.early_exit import EarlyExit
 from hwmodels.expert_load import busiest_rank
 from hwmodels.group_links import GroupLinks
 from hwmodels.latency import LatencyModel
 from hwmodels.mixed_precision import MixedPrecision
+from hwmodels.roofline import Roofline
 from hwmodels.sealed import Sealed
 from hwmodels.weight_streaming import WeightStreaming, streamed_layers
 from serving.catalog import Gpu, load_llm
 from serving.errors import InputError
 from serving.layout import Layout
 from serving.llm import Llm
+from serving.policies import load as load_policy
 from serving.rng import stream
 from serving.scenario import Scenario
 from sim.held_weights import kept_layers, layer_bytes
@@ -42,6 +45,8 @@ def price(scenario: Scenario, llm: Llm, gpu: Gpu, layout: Layout, links: GroupLi
     if scenario.latency.name == "recorded":
         return build(llm, None)  # what was measured includes drafts, adapters and all
     dtype = None if cluster.weight_dtype == "auto" else cluster.weight_dtype
+    if scenario.compilation is not None:
+        return _by_plans(build(llm, dtype), scenario, llm)
     if weights is None:
         model = build(llm, dtype)
     else:
@@ -54,6 +59,24 @@ def price(scenario: Scenario, llm: Llm, gpu: Gpu, layout: Layout, links: GroupLi
     if checks is None or not (checks.step_s or checks.token_s):
         return model
     return Sealed(model, step_s=checks.step_s, token_s=checks.token_s)
+
+
+def _by_plans(model: LatencyModel, scenario: Scenario, llm: Llm) -> LatencyModel:
+    spec, batching = scenario.compilation, scenario.policy.batching
+    if not isinstance(model, Roofline) or llm.moe is not None or llm.mla is not None:
+        raise InputError("compilation", "needs the roofline without pipeline stages, and an LLM without experts or latents")
+    for key, asked in (("weights", scenario.weights), ("speculation", scenario.speculation), ("adapters", scenario.adapters), ("integrity", scenario.integrity)):
+        if asked is not None:
+            raise InputError("compilation", f"cannot be combined with {key}")
+    if batching.max_in_flight > 1 or batching.name == "two_streams":
+        raise InputError("compilation", "prices one step after the other", "one plan in flight, on one stream")
+    cache = SharedCache(spec.shared_cache_bytes, spec.shared_cache_bytes_per_s, spec.cross_share)
+    compiler = Compiler(model.operators, cache, spec.recompile_s, batching.max_batch_tokens)
+
+    def policy() -> Recompile:
+        return load_policy("recompile", spec.policy.name, spec.policy.options, where=spec.policy.where)
+
+    return Compiled(model, compiler, policy, spec.decode_tokens or batching.max_batch_seqs, spec.mixed_tokens or batching.max_batch_tokens)
 
 
 def _trunk(scenario: Scenario, llm: Llm, build: Build, dtype: str | None) -> LatencyModel:

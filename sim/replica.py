@@ -77,7 +77,7 @@ class Replica:
         self.prompt_tokens = self.cached_tokens = 0
         self.runs = 0  # plans priced, a run of many steps counting once
         self.last_end_s = 0.0
-        self._latency = latency
+        self.latency = latency
         self._earlier_steps = self._earlier_preemptions = 0  # of schedulers that were lost
         self._price, self._price_run = latency.step_s, latency.run_s
         self._metrics = metrics
@@ -147,7 +147,7 @@ class Replica:
     def slow_down(self, factor: float, now_s: float, added_s: float = 0.0) -> None:
         """Steps that start from now on take ``factor`` times as long as the latency model says, plus ``added_s``; 1 and 0 restore it."""
         self._catch_up(now_s)
-        latency = self._latency if factor == 1.0 and not added_s else Crowded(self._latency, factor, added_s)
+        latency = self.latency if factor == 1.0 and not added_s else Crowded(self.latency, factor, added_s)
         self._price, self._price_run = latency.step_s, latency.run_s
 
     def stall(self, seconds: float, now_s: float) -> None:

@@ -22,7 +22,7 @@ from sim.bottleneck import Fleet, fleet_of
 from sim.cluster import Cluster
 from sim.disaggregation import Disaggregated
 from sim.drafts import draft_report
-from sim.fleet import Parts, build_fleet, new_metrics, resolve_fleet, tier_report
+from sim.fleet import Parts, build_fleet, compile_report, new_metrics, resolve_fleet, tier_report
 from sim.held_weights import adapter_report
 from sim.retries import Retries
 from sim.rollout import Release, Split, reach
@@ -111,6 +111,8 @@ def _parts_of_summary(
     extra: dict[str, Any] = {}
     if scenario.kv_cache.tiers:
         extra["kv_tiers"] = tier_report(cluster.replicas)
+    if scenario.compilation is not None:
+        extra["compilation"] = compile_report(cluster.replicas)
     if scenario.speculation is not None:
         extra["speculation"] = draft_report(replica.drafts for replica in cluster.replicas)
     if scenario.cluster.ingress is not None:

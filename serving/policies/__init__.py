@@ -37,6 +37,7 @@ KINDS: dict[str, tuple[str, ...]] = {  # kind -> the methods that a policy of th
     "site": ("serve_at",),
     "branch": ("cached", "observe"),
     "kv_reuse": ("owners",),
+    "recompile": ("recompile",),
 }
 
 

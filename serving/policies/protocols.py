@@ -103,6 +103,15 @@ class Sharding(Protocol):
         """The layout on ``gpus`` GPUs; its ``gpus`` must be as many."""
 
 
+class Recompile(Protocol):
+    """Whether a compiled step plan is made again."""
+
+    drift_above_s: float  # a step whose tensors live longer or shorter than planned by more than this counts as drifted
+
+    def recompile(self, drifted_steps: int) -> bool:
+        """Decide after so many drifted steps on end, this one included."""
+
+
 class KvReuse(Protocol):
     """Which layers read the keys and values of an earlier one."""
 

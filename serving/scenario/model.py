@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from serving.scenario.adapters import Adapters
+from serving.scenario.compilation import Compilation
 from serving.scenario.dynamics import Autoscaling, Faults
 from serving.scenario.fields import (
     STRICT,
@@ -237,6 +238,7 @@ class Scenario(BaseModel):
     sites: Annotated[Sites | None, Field(description="edge, regional and central pools, instead of cluster.replicas")] = None
     stages: Annotated[tuple[FrontStage, ...], Field(description="what requests pass before the model, in order")] = ()
     integrity: Annotated[Integrity | None, Field(description="what checking requests and sealing answers costs")] = None
+    compilation: Annotated[Compilation | None, Field(description="steps run by compiled plans")] = None
     measure: Measure = Measure()
     plan: Annotated[Plan | None, Field(description="what `twinserve plan` may choose from")] = None
 

@@ -1,0 +1,1 @@
+"""Recompilation policies: whether a step plan that no longer fits is compiled again."""
