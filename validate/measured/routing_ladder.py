@@ -27,20 +27,20 @@ from validate.measured.row import NOTHING, Progress, Row, row
 BLOCK_TOKENS = 64
 SEED = 1
 SETTLED_S = 900.0  # from the end of a stage's arrivals to the next stage: the fleet is idle by then
-# The generator draws token ids, and what it sends is their text: Llama 3's tokenizer makes 8,349 of 8,000 and 1,044 of 1,000, of 5.54
-# characters each (means of 40 and 200 draws).
+# The generator draws token ids, and what it sends is their text: Llama 3's tokenizer makes 8,349 of 8,000 and 1,044 of 1,000, of 6.24
+# bytes each (means of 40 and 200 draws).
 RETOKENISED = 1.044
-# The estimating scorer hashes 64 characters at a time, the first 256 such pieces of a prompt, and remembers 31,250 of them for each
+# The estimating scorer hashes 64 bytes at a time, the first 256 such pieces of a prompt, and remembers 31,250 of them for each
 # pod: its defaults.
-CHARACTERS, PIECE, PIECES, REMEMBERED = 5.54, 64, 256, 31_250
+BYTES, PIECE, PIECES, REMEMBERED = 6.24, 64, 256, 31_250
 SCORERS = "validate.measured.scorers"
 POLICIES: dict[str, dict[str, Any]] = {
     "precise-scheduling": {"name": f"{SCORERS}:Scored", "prefix_weight": 2.0},
     "default-scheduling": {
         "name": f"{SCORERS}:Scored",
         "prefix_weight": 2.0,
-        "considered_blocks": round(PIECE * PIECES / CHARACTERS / BLOCK_TOKENS),
-        "believed_blocks": round(PIECE * REMEMBERED / CHARACTERS / BLOCK_TOKENS),
+        "considered_blocks": round(PIECE * PIECES / BYTES / BLOCK_TOKENS),
+        "believed_blocks": round(PIECE * REMEMBERED / BYTES / BLOCK_TOKENS),
     },
     "load-scheduling": {"name": f"{SCORERS}:Scored"},
     "random-scheduling": {"name": "random"},
