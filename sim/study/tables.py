@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from sim.study.sweep import Sweep
 from sim.study.verdict import t_reach
@@ -22,7 +23,15 @@ def figure(value: float | None) -> str:
     if value is None:
         return "-"
     size = abs(value)
-    return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.01 or value == 0 else f"{value:.2g}"
+    return (
+        f"{value:,.0f}"
+        if size >= 100
+        else f"{value:.1f}"
+        if size >= 10
+        else f"{value:.2f}"
+        if size >= 0.01 or value == 0
+        else f"{value:.2g}"
+    )
 
 
 def print_sweep(name: str, sweep: Sweep, file: IO[str]) -> None:
@@ -64,7 +73,7 @@ def _figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def write(file: IO[str], lines: Sequence[str], header: Sequence[str], body: Sequence[Sequence[str]], *, words: int) -> None:
-    """A heading and a table: plain ASCII as wide as it needs to be where ``file`` is no terminal."""
+    """A heading and a table, if it has rows: plain ASCII as wide as it needs to be where ``file`` is no terminal."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -79,24 +88,74 @@ def write(file: IO[str], lines: Sequence[str], header: Sequence[str], body: Sequ
     with console.capture() as printed:
         for line in lines:
             console.print(escape(line), highlight=False)
-        console.print()
-        console.print(table)
+        if body:
+            console.print()
+            console.print(table)
     file.writelines(line.rstrip() + "\n" for line in printed.get().splitlines())
 
 
 def print_plan(plan: Mapping[str, Any], file: IO[str]) -> None:
-    """The ranked fleets, what stands against the rest, and the advice."""
-    columns: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
-        ("fleet", lambda row: row["name"]), ("$/h", lambda row: figure(row["cost_per_hour_usd"])), ("GPUs", lambda row: str(row["gpus"])),
-        ("$/M out", lambda row: figure(row["usd_per_million_output_tokens"])), ("in SLO %", _attained), ("load", _load),
-        ("peak load", lambda row: figure(row["peak_load_factor"])), ("TTFT p99 ms", _ttft), ("TPOT p99 ms", lambda row: _ms(row, "tpot_p99_s")),
-        ("goodput/GPU", lambda row: figure(row["goodput_rps_per_gpu"])), ("head-room", _room),
-    ]  # fmt: skip
+    """The ranked fleets, what stands against the rest, and the advice.
+
+    A terminal too narrow for the table gets the fleets as a numbered list, and the most wanted of their figures without intervals.
+    """
     feasible = [row for row in plan["plans"] if row["feasible"]]
-    write(file, plan["headline"], [title for title, _ in columns], [[cell(row) for _, cell in columns] for row in feasible], words=1)
-    for title, lines in (("What breaks first", plan["breaks_first"]), ("Trade-offs", plan["advice"]), ("Operating points", plan["operating_point_lines"]), ("Not chosen", plan["rest"])):
-        if lines:
-            file.write(f"\n{title}\n" + "".join(f"  {line}\n" for line in lines))
+    columns = _columns()
+    header, body = [column.title for column in columns], [[column.cell(row) for column in columns] for row in feasible]
+    width = console_for(file).width if file.isatty() else None
+    if width is not None and _natural_width(header, body) > width:
+        kept = [column for column in columns if column.brief is not None]
+        names = [f"{number:>2}  {row['name']}" for number, row in enumerate(feasible, 1)]
+        header = ["", *(column.title for column in kept)]
+        body = [[f"{number:>2}", *(column.brief(row) for column in kept)] for number, row in enumerate(feasible, 1)]
+        write(file, [*plan["headline"], "", *names], header, body, words=1)
+    else:
+        write(file, plan["headline"], header, body, words=1)
+    parts = {"What breaks first": "breaks_first", "Trade-offs": "advice", "Operating points": "operating_point_lines", "Not chosen": "rest"}
+    for title, key in parts.items():
+        if plan[key]:
+            file.write(f"\n{title}\n" + "".join(_indented(line, width) for line in plan[key]))
+
+
+class _Column(NamedTuple):
+    """A column of the plan's table; ``brief`` words its cells where room is short, None: it is left out there."""
+
+    title: str
+    cell: Callable[[Mapping[str, Any]], str]
+    brief: Callable[[Mapping[str, Any]], str] | None = None
+
+
+def _columns() -> list[_Column]:
+    def plain(title: str, cell: Callable[[Mapping[str, Any]], str]) -> _Column:
+        return _Column(title, cell, cell)
+
+    return [
+        _Column("fleet", lambda row: row["name"]),
+        plain("$/h", lambda row: figure(row["cost_per_hour_usd"])),
+        plain("GPUs", lambda row: str(row["gpus"])),
+        plain("$/M out", lambda row: figure(row["usd_per_million_output_tokens"])),
+        _Column("in SLO %", _attained, lambda row: f"{row['slo_attainment'] * 100:.2f}"),
+        _Column("load", _load, lambda row: _load(row).partition(" ")[0]),
+        _Column("peak load", lambda row: figure(row["peak_load_factor"])),
+        plain("TTFT p99 ms", _ttft),
+        plain("TPOT p99 ms", lambda row: _ms(row, "tpot_p99_s")),
+        _Column("goodput/GPU", lambda row: figure(row["goodput_rps_per_gpu"])),
+        plain("head-room", _room),
+    ]
+
+
+def _natural_width(header: Sequence[str], body: Sequence[Sequence[str]]) -> int:
+    """Columns that the table takes if nothing in it is wrapped."""
+    return sum(max(map(len, column)) + 3 for column in zip(header, *body))
+
+
+def _indented(line: str, width: int | None) -> str:
+    """A line of text under a title: wrapped between words on a terminal, whole elsewhere."""
+    return (
+        f"  {line}\n"
+        if width is None
+        else textwrap.fill(line, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False) + "\n"
+    )
 
 
 def _attained(row: Mapping[str, Any]) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from sim.study.operating import operating_points
 from sim.study.pareto import front, select
 from sim.study.plan import make_plan
 from sim.study.points import Points
+from sim.study.tables import print_plan
 from sim.study.verdict import attainment, decide, refuted, wilson
 
 
@@ -77,6 +80,26 @@ def test_more_replicas_never_turn_a_fleet_infeasible(brute):
 
 def test_workers_do_not_matter(made):
     assert json.dumps(plan_of(planned(), jobs=2)) == json.dumps(made)
+
+
+class Terminal(io.StringIO):
+    """A terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [80, 100, 240])
+def test_no_word_is_cut_at_any_width_of_the_terminal(made, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = Terminal()
+    print_plan(made, shown)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()
+    assert max(map(len, lines)) <= columns and not any("\u2026" in line for line in lines)
+    feasible = [row["name"] for row in made["plans"] if row["feasible"]]
+    assert all(sum(name in line for line in lines) for name in feasible)
+    words = {word for key in ("headline", "breaks_first", "advice", "rest") for text in made[key] for word in text.split()}
+    assert words <= set(" ".join(lines).split()), "no word of the advice is broken"
 
 
 def test_the_figures_are_those_of_a_run(made):
