@@ -146,9 +146,11 @@ def test_lengths_of_the_mlperf_run_follow_from_its_summary(data_dir):
     mean = sum((q - p) * (a + b) / 2 for p, q, a, b in zip(shares, shares[1:], lengths, lengths[1:]))
     assert mean == pytest.approx(26903.40 / 90.89, rel=1e-9)
     assert mlperf.samples(server, 93.45) == mlperf.samples(submission.summaries["offline"], 104.369) == 3 * 24_576
-    del server.stated["tpot_s"]
+    del server.stated["tpot_s"], server.facts["performance_sample_count"]
     with pytest.raises(InputError, match="does not state tpot_s"):
         mlperf.output_lengths(server)
+    with pytest.raises(InputError, match="does not state performance_sample_count"):
+        mlperf.samples(server, 93.45)
 
 
 def test_offline_latencies_show_more_requests_in_flight_than_16_bit_pages_hold(data_dir):

@@ -95,8 +95,11 @@ def output_lengths(server: Imported) -> tuple[list[float], list[float]]:
 
 def samples(summary: Imported, rate_rps: float) -> int:
     """Return how many samples LoadGen asked for: what its least duration needs, rounded up to whole passes over the data set, as
-    ``sample_concatenate_permutation`` does (73,728 in both scenarios by the detailed logs of this submission)."""
-    once = int(summary.facts["performance_sample_count"])
+    ``sample_concatenate_permutation`` does (73,728 in both scenarios by the detailed logs of this submission). Raises InputError where
+    the summary does not say how large the set is."""
+    once = int(summary.facts.get("performance_sample_count") or 0)
+    if once < 1:
+        raise InputError(str(summary.source), "does not state performance_sample_count", "the number of samples follows from it")
     return once * math.ceil(rate_rps * LEAST_S / once)
 
 
@@ -137,11 +140,12 @@ def _scenario(submission: Submission, name: str) -> dict[str, Any]:
     where = str(submission.folder / "settings.yaml")
     try:
         count, gpu = re.fullmatch(r"(\d+) x (\w+),.*", settings["gpus"]).groups()
-        batching = {"name": "chunked_prefill", "max_batch_tokens": settings["max_num_batched_tokens"], "max_batch_seqs": settings["max_num_seqs"]}
+        limits = {"max_batch_tokens": settings["max_num_batched_tokens"], "max_batch_seqs": settings["max_num_seqs"]}
         llm, dtype = re.fullmatch(r"(\S+?)-Instruct, (\w+)", settings["llm"]).groups()
-        cache = {"memory_fraction": settings["gpu_memory_utilization"], "prefix_caching": True, "block_tokens": BLOCK_TOKENS, "dtype": settings.get("kv_cache_dtype", "auto")}
+        cache = {"memory_fraction": settings["gpu_memory_utilization"], "dtype": settings.get("kv_cache_dtype", "auto")}
     except (KeyError, AttributeError) as error:
-        raise InputError(where, f"lacks or does not state clearly: {error}", "gpus: '8 x H200, ...', llm: 'Llama-3.1-70B-Instruct, fp8'") from None
+        hint = "gpus: '8 x H200, ...', llm: 'Llama-3.1-70B-Instruct, fp8'"
+        raise InputError(where, f"lacks or does not state clearly: {error}", hint) from None
     return {
         "version": 1,
         "name": submission.folder.name,
@@ -149,8 +153,8 @@ def _scenario(submission: Submission, name: str) -> dict[str, Any]:
         "max_model_len": 2 * LONGEST,
         "cluster": {"gpu": f"{gpu.lower()}-sxm", "replicas": int(count), "weight_dtype": dtype},
         "latency": {"name": "roofline"},
-        "kv_cache": cache,
-        "policy": {"batching": batching, "routing": "round_robin"},
+        "kv_cache": {**cache, "prefix_caching": True, "block_tokens": BLOCK_TOKENS},
+        "policy": {"batching": {"name": "chunked_prefill", **limits}, "routing": "round_robin"},
         "workload": {"requests": 1, "arrivals": {"process": "all_at_once"}, "prompt_tokens": 1, "output_tokens": 1},
     }
 
