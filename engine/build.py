@@ -16,6 +16,7 @@ from engine.attention_trace import AttentionTrace
 from engine.clocks import NormalisedClock
 from engine.drafting.build import drafter_of, proposer_of, share_of_pages
 from engine.early_exit import EarlyExit, load_gates, random_gates
+from engine.images import with_images
 from engine.kv_formats import FORMATS
 from engine.loader import load, random_weights
 from engine.lora.slots import AdapterStore, LoraSlots
@@ -83,6 +84,7 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
     llm, gpu = load_llm(scenario.llm), load_gpu(scenario.cluster.gpu)
     shape, weights = _weights(scenario, choices, llm, device, DTYPES[dtype_name])
     if scenario.retention is not None and (shape.positions != "rope" or shape.window or ranks > 1):
+    weights, images = with_images(scenario, weights)
         raise InputError("retention", "the engine drops pages of rotary networks without a window of their own, on one device", "leave it out")
     if scenario.speculation is not None and (scenario.retention is not None or ranks > 1):
         raise InputError("speculation", "the engine verifies drafts on one device, and drops no pages meanwhile", "leave it out")
@@ -90,7 +92,7 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
     exits = _exits(scenario, choices, shape, device)
     lora = _lora(scenario, choices, shape, weights, ranks)
     use = measured_use(scenario, shape, weights, device)
-    beside = (0 if drafter is None else drafter.bytes()) + (0 if lora is None else lora.bytes())
+    beside = sum(part.bytes() for part in (drafter, lora, images) if part is not None)
     use = dataclasses.replace(use, weights=use.weights + beside)
     blocks = _blocks(scenario, llm, gpu, shape, use, dtype_name, share_of_pages(shape, drafter))
     longest = longest_sequence(scenario, blocks, shape.max_model_len)
@@ -112,7 +114,8 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
     return Engine(
         runner, blocks, longest, shape.vocab, device_name(device, choices.threads), gpu.price_usd_per_h,
         {"torch": str(torch.__version__), "dtype": dtype_name, "weights": str(choices.weights.name) if choices.weights else "random"},
-        proposer_of(scenario, drafter, options), {} if exits is None else {"early_exit": exits.report},
+        proposer_of(scenario, drafter, options),
+        {name: part.report for name, part in (("early_exit", exits), ("images", images)) if part is not None}, images,
     )  # fmt: skip
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from serving.request import Request
+
+if TYPE_CHECKING:
+    from engine.images import VisualTokens
 
 
 class Prompts:
@@ -15,7 +19,9 @@ class Prompts:
     A later turn of a session quotes what was generated before it: ``remember`` keeps that under the keys it will be asked for by.
     """
 
-    def __init__(self, seed: int, vocab: int, block_tokens: int) -> None:
+    def __init__(self, seed: int, vocab: int, block_tokens: int, images: VisualTokens | None = None) -> None:
+        """``images`` gives the tokens of those that prompts begin with; None: they are made up like text."""
+        self._images = images
         self._seed = seed
         self._vocab = vocab
         self._block_tokens = block_tokens
@@ -24,7 +30,9 @@ class Prompts:
     def tokens(self, request: Request) -> list[int]:
         """The prompt of ``request``, ``prompt_tokens`` long."""
         made: list[int] = []
-        for key in request.prefix_hashes:
+        if request.image is not None and self._images is not None:
+            made = self._images.tokens_of(request.image)
+        for key in request.prefix_hashes[len(made) // self._block_tokens :]:
             made += self._generated.get(key) or self._draw(repr(key), self._block_tokens)
         return made + self._draw(f"request {request.request_id}", request.prompt_tokens - len(made))
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.accounts import Accounts
 from engine.clocks import Clock
@@ -27,6 +27,9 @@ from serving.scenario import Scenario
 from serving.scheduler import Scheduler
 
 
+if TYPE_CHECKING:
+    from engine.images import VisualTokens
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """A runner and what a scenario must know of it. ``blocks`` includes the reserved one; ``device`` and ``versions`` go to run.yaml."""
@@ -41,6 +44,7 @@ class Engine:
     proposer: Callable[[], Proposer] | None = None  # makes what drafts for one loop; None: prompt look-up
     reports: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # parts of summary.json that the runner knows
 
+    images: VisualTokens | None = None  # of the workload's images
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
@@ -75,7 +79,7 @@ def build_loop(scenario: Scenario, engine: Engine, clock: Clock, **options: Any)
         options["proposer"] = engine.proposer() if engine.proposer is not None else PromptLookup()
     pool = KVPool(engine.blocks, cache.block_tokens, prefix_caching=cache.prefix_caching, named=True, lower=tiers_of(scenario))
     scheduler = Scheduler(pool, policies_of(scenario), max_in_flight=batching.max_in_flight)
-    return Loop(scheduler, engine.runner, clock, Prompts(scenario.seed, engine.vocab, cache.block_tokens), **options)
+    return Loop(scheduler, engine.runner, clock, Prompts(scenario.seed, engine.vocab, cache.block_tokens, engine.images), **options)
 
 
 def tiers_of(scenario: Scenario) -> LowerTiers | None:

@@ -110,7 +110,7 @@ class Runner:
         self.cache = beside.cache if beside else KvCache(shape, blocks=options.blocks, block_tokens=options.block_tokens, dtype=dtype, device=device, narrow=options.kv_format)
         self.host_pages = HostPages(self.cache)
         self.tables = beside.tables if beside else BlockTables(options.max_seqs, -(-length // options.block_tokens), device)
-        self.inputs = InputBuffers(options.max_batch_tokens, options.max_seqs, options.block_tokens, shape.vocab, device, adapters=lora is not None)
+        self.inputs = InputBuffers(options.max_batch_tokens, options.max_seqs, options.block_tokens, len(weights.embedding), device, adapters=lora is not None)
         self._lora = lora
         self.exits = exits
         self._trace = trace

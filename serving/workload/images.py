@@ -28,6 +28,12 @@ def most_tokens(spec: Images, block_tokens: int) -> int:
     return -(-largest // block_tokens) * block_tokens
 
 
+def image_blocks(spec: Images, block_tokens: int, rng: np.random.Generator) -> list[int]:
+    """KV blocks that each image fills."""
+    drawn = tokens(spec.tokens, rng)(spec.count)
+    return (-(-drawn // block_tokens)).tolist()
+
+
 def pictured_arrivals(arrivals: Iterator[Arrival], spec: Images, context: Context) -> Iterator[Arrival]:
     """Yield ``arrivals``, those with an image longer by it."""
     album = _Album(spec, context)
@@ -49,8 +55,7 @@ def pictured_sessions(sessions: Iterator[Session], spec: Images, context: Contex
 class _Album:
     def __init__(self, spec: Images, context: Context) -> None:
         self._spec, self._context = spec, context
-        drawn = tokens(spec.tokens, context.rng("images.tokens"))(spec.count)
-        self._blocks = (-(-drawn // context.block_tokens)).tolist()
+        self._blocks = image_blocks(spec, context.block_tokens, context.rng("images.tokens"))
 
     def chosen(self) -> Iterator[int | None]:
         """The image of each request, or None, endlessly."""
