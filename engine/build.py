@@ -83,8 +83,8 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
         raise InputError("cluster.tensor_parallel", "the engine runs on one GPU; on the CPU it splits heads over processes", "set it to 1")
     llm, gpu = load_llm(scenario.llm), load_gpu(scenario.cluster.gpu)
     shape, weights = _weights(scenario, choices, llm, device, DTYPES[dtype_name])
-    if scenario.retention is not None and (shape.positions != "rope" or shape.window or ranks > 1):
     weights, images = with_images(scenario, weights)
+    if scenario.retention is not None and (shape.positions != "rope" or shape.window or ranks > 1):
         raise InputError("retention", "the engine drops pages of rotary networks without a window of their own, on one device", "leave it out")
     if scenario.speculation is not None and (scenario.retention is not None or ranks > 1):
         raise InputError("speculation", "the engine verifies drafts on one device, and drops no pages meanwhile", "leave it out")

@@ -26,9 +26,9 @@ from serving.records import RunWriter
 from serving.scenario import Scenario
 from serving.scheduler import Scheduler
 
-
 if TYPE_CHECKING:
     from engine.images import VisualTokens
+
 
 @dataclass(frozen=True, slots=True)
 class Engine:
@@ -43,8 +43,8 @@ class Engine:
     versions: Mapping[str, str] | None = None
     proposer: Callable[[], Proposer] | None = None  # makes what drafts for one loop; None: prompt look-up
     reports: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # parts of summary.json that the runner knows
-
     images: VisualTokens | None = None  # of the workload's images
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
