@@ -15,7 +15,7 @@ from validate.run_data import read_run
 QUERIES = {"queries": {"count": 200, "zipf_exponent": 1.0}}
 TIER = {"capacity_bytes": 1e6, "entry_bytes": 100}
 TIERS = {"answers": {**TIER, "ttl_s": 5.0}, "results": {**TIER, "ttl_s": 60.0}, "texts": TIER}
-BUSY = {"requests": 1500, "arrivals": {"process": "poisson", "rate_rps": 50.0}, **QUERIES}
+BUSY = {"requests": 800, "arrivals": {"process": "poisson", "rate_rps": 50.0}, **QUERIES}
 
 
 def constant(value: float) -> dict:
@@ -65,7 +65,7 @@ def test_every_tier_makes_it_faster_and_the_questions_stay_the_same():
     found = [summary["stages"][0]["retrieval"] for summary in summaries]
     assert found[1]["texts"]["hits"] == found[2]["texts"]["hits"], "the same documents were wanted"
     asked_for = found[3]["answers"]["hits"] + found[3]["results"]["hits"] + summaries[3]["stages"][0]["served"]
-    assert asked_for == 1500 and all(summary["requests"]["completed"] == 1500 for summary in summaries)
+    assert asked_for == 800 and all(summary["requests"]["completed"] == 800 for summary in summaries)
 
 
 def test_more_room_never_finds_less():
@@ -77,9 +77,9 @@ def test_more_room_never_finds_less():
 @pytest.mark.parametrize("workload", [{}, {"arrivals": {"process": "closed_loop", "users": 12}}])
 @pytest.mark.parametrize("stages", [[retrieval(**TIERS)], [keyed(branch="predicted"), retrieval(**TIERS)]])
 def test_fast_equals_stepwise_with_memory(stages, workload):
-    fast, stepwise = run(stages, {"requests": 400, **workload}), run(stages, {"requests": 400, **workload}, stepwise=True)
+    fast, stepwise = run(stages, {"requests": 250, **workload}), run(stages, {"requests": 250, **workload}, stepwise=True)
     assert fast | {"events": 0} == stepwise | {"events": 0}
-    assert fast["requests"]["completed"] == 400
+    assert fast["requests"]["completed"] == 250
 
 
 def test_counts_are_those_of_the_records_and_explanations_add_up(tmp_path):
