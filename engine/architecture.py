@@ -33,6 +33,7 @@ class Architecture:
     ``intermediate`` is the dense MLP's width; with ``experts`` > 0 each layer has a router and experts of ``expert_intermediate`` instead, plus
     a shared expert if ``shared_intermediate`` > 0. ``window`` limits attention to the last tokens (0: all) in ``window_layers`` layers spread
     evenly (0: in every layer); ``positions`` is ``rope`` or ``alibi`` (linear bias per head, usually with a window: the band). ``rope_table`` is ``float32`` or ``int8``.
+    ``kv_owners`` names for each layer the one, itself or an earlier one, whose keys and values it reads; empty: all have their own.
     """
 
     layers: int
@@ -58,6 +59,7 @@ class Architecture:
     window_layers: int = 0
     positions: str = "rope"
     rope_table: str = "float32"
+    kv_owners: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -75,13 +77,22 @@ class Architecture:
         count = self.window_layers or self.layers
         return self.window if (layer + 1) * count // self.layers > layer * count // self.layers else 0
 
+    def owner_of(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer reads."""
+        return self.kv_owners[layer] if self.kv_owners else layer
+
+    @property
+    def kv_layers(self) -> int:
+        """How many layers keep keys and values."""
+        return len(set(self.kv_owners)) if self.kv_owners else self.layers
+
     def parameters(self) -> int:
         """Return the number of weights."""
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Return the KV cache bytes of one token over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
+        return 2 * self.kv_layers * self.kv_heads * self.head_dim * element_bytes
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return every weight's canonical name (Hugging Face's Llama and Mixtral-like names) and its [out, in] shape."""

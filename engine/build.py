@@ -30,6 +30,7 @@ from engine.two_streams import TwoStreams
 from serving.catalog import Gpu, load_gpu, load_llm
 from serving.errors import InputError, nearest
 from serving.graph_buckets import default_sizes
+from serving.layer_reuse import owners_of, reusing
 from serving.llm import Llm
 from serving.memory import GIB, blocks_for, check_capacity, kv_capacity
 from serving.policies.build import policies_of
@@ -86,6 +87,11 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
     weights, images = with_images(scenario, weights)
     if scenario.retention is not None and (shape.positions != "rope" or shape.window or ranks > 1):
         raise InputError("retention", "the engine drops pages of rotary networks without a window of their own, on one device", "leave it out")
+    if scenario.kv_cache.layer_reuse is not None:
+        if scenario.adapters is not None or ranks > 1:
+            raise InputError("kv_cache.layer_reuse", "the engine shares layers on one device and without adapters", "leave it out")
+        shape = dataclasses.replace(shape, kv_owners=tuple(owners_of(llm, scenario.kv_cache.layer_reuse)))
+        llm = reusing(llm, scenario.kv_cache.layer_reuse)
     if scenario.speculation is not None and (scenario.retention is not None or ranks > 1):
         raise InputError("speculation", "the engine verifies drafts on one device, and drops no pages meanwhile", "leave it out")
     drafter = drafter_of(scenario, shape, weights)

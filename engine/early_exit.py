@@ -102,6 +102,8 @@ def _without(decoder: Decoder, index: int, rows: Rows, leaves: Tensor, cache: Kv
     residual, slots, positions = rows.residual[gone], batch.slots[gone], rows.positions[gone]
     final[rows.at[gone]] = ops.rmsnorm(residual, decoder.weights.norm, eps)
     for later, layer in enumerate(decoder.weights.layers[index:], index):
+        if decoder.shape.owner_of(later) != later:
+            continue
         k, v = decoder.keys_values(layer, ops.rmsnorm(residual, layer.attention_norm, eps), positions)
         ops.kv_write(k, v, cache.keys[later], cache.values[later], slots)
     stay = torch.cat(((~leaves).nonzero()[:, 0], torch.arange(batch.decodes, len(rows.at), device=leaves.device)))

@@ -24,7 +24,7 @@ class HostPages:
     """All layers' keys and values of the pages that were copied out."""
 
     def __init__(self, cache: KvCache) -> None:
-        self._layers = [*cache.keys, *cache.values]
+        self._layers = cache.pages
         self._device = cache.device
         self._pinned = self._device.type == "cuda"
         self._slabs: list[list[tuple[Tensor, ...]]] = []  # by slab and layer: the parts of a page, [SLAB, ...] each

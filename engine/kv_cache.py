@@ -2,6 +2,7 @@
 
 ```
 keys[layer]  [blocks, block_tokens, kv_heads, head_dim]     values[layer]  the same
+             layers that read an earlier layer's entries have that layer's tensors
 block 0      reserved: padded rows of a batch write there, no sequence ever owns it
 slot         block · block_tokens + offset: where one token's key and value lie
 ```
@@ -33,19 +34,22 @@ class KvCache:
         page = (blocks, block_tokens, shape.kv_heads, shape.head_dim)
         try:
             # Zeros, not garbage: padded rows read block 0, and a NaN there would spread through masked products.
-            self.keys, self.values = ([_pages(page, dtype, device, narrow) for _ in range(shape.layers)] for _ in range(2))
+            owned = {layer: [_pages(page, dtype, device, narrow) for _ in range(2)] for layer in range(shape.layers) if shape.owner_of(layer) == layer}
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if "memory" not in str(error):
                 raise
             raise InputError("kv_cache.blocks", *_shortage(shape, blocks, block_tokens, dtype, device)) from None
 
+        self.pages = [one for pair in owned.values() for one in pair]
+        self.keys, self.values = ([owned[shape.owner_of(layer)][part] for layer in range(shape.layers)] for part in range(2))
+
     def bytes(self) -> int:
         """Return the bytes all pages take."""
-        return sum(pages.nbytes for pages in self.keys + self.values)
+        return sum(pages.nbytes for pages in self.pages)
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole pages ``sources`` to ``targets`` (int64 [n] each, disjoint) in every layer."""
-        for pages in self.keys + self.values:
+        for pages in self.pages:
             if isinstance(pages, Tensor):
                 pages.index_copy_(0, targets, pages.index_select(0, sources))
             else:

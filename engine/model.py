@@ -129,6 +129,8 @@ class Decoder:
         """What the attention of layer ``index`` adds to the residual, for its normed state ``x`` [T, hidden]; writes keys and values to the cache."""
         shape = self.shape
         heads, kv_heads = shape.heads, shape.kv_heads
+        if shape.owner_of(index) != index:
+            return self._attend_earlier(index, layer, x, residual, positions, batch, cache, observe)
         qkv = self._adapted(F.linear(x, layer.qkv, layer.qkv_bias), x, index, "qkv", batch).view(-1, heads + 2 * kv_heads, shape.head_dim)
         rotated, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.q_norm is not None:
@@ -142,6 +144,22 @@ class Decoder:
             observe(index, q, residual)
         out = out.reshape(-1, heads * shape.head_dim)
         return self._adapted(F.linear(out, layer.output), out, index, "output", batch)
+
+    def _attend_earlier(
+        self, index: int, layer: LayerWeights, x: Tensor, residual: Tensor, positions: Tensor, batch: AttentionBatch, cache: KvCache, observe: Observer | None
+    ) -> Tensor:
+        """As ``attention`` where the keys and values are an earlier layer's: queries alone are projected, nothing is written."""
+        shape = self.shape
+        width = shape.heads * shape.head_dim
+        q = F.linear(x, layer.qkv[:width], None if layer.qkv_bias is None else layer.qkv_bias[:width]).view(-1, shape.heads, shape.head_dim)
+        if layer.q_norm is not None:
+            q = self.ops.rmsnorm(q, layer.q_norm, shape.norm_eps)
+        if self._rope is not None:
+            q = self.ops.rope(q, positions, *self._rope)
+        out = self.backend.attend(q, None, None, cache.keys[index], cache.values[index], batch, shape.window_of(index))
+        if observe is not None:
+            observe(index, q, residual)
+        return F.linear(out.reshape(-1, width), layer.output)
 
     def keys_values(self, layer: LayerWeights, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The keys, rotated, and values [T, K, D] that ``attention`` would write for ``x``; no adapter has a part in them."""

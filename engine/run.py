@@ -19,6 +19,7 @@ from serving.clients import start_clients
 from serving.errors import InputError
 from serving.kv_pool import KVPool
 from serving.kv_tiers import LowerTiers, build_tiers
+from serving.layer_reuse import reusing
 from serving.metrics import Metrics
 from serving.policies.build import policies_of
 from serving.recording import Recording
@@ -87,7 +88,7 @@ def tiers_of(scenario: Scenario) -> LowerTiers | None:
     cache = scenario.kv_cache
     if not cache.tiers:
         return None
-    return build_tiers(cache, load_gpu(scenario.cluster.gpu), load_llm(scenario.llm).kv_bytes_per_token("bf16" if cache.dtype == "auto" else cache.dtype))
+    return build_tiers(cache, load_gpu(scenario.cluster.gpu), reusing(load_llm(scenario.llm), cache.layer_reuse).kv_bytes_per_token("bf16" if cache.dtype == "auto" else cache.dtype))
 
 
 def serve_scenario(

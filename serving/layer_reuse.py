@@ -9,11 +9,16 @@ from serving.errors import InputError
 from serving.llm import Llm
 from serving.scenario.layer_reuse import LayerReuse
 
+WHERE = "kv_cache.layer_reuse"
 
-def reusing(llm: Llm, spec: LayerReuse | None, where: str = "kv_cache.layer_reuse") -> Llm:
+
+def reusing(llm: Llm, spec: LayerReuse | None, where: str = WHERE) -> Llm:
     """Return ``llm`` with as many KV layers as the policy of ``spec`` leaves it. Raises InputError for layers that are not all alike."""
-    if spec is None:
-        return llm
+    return llm if spec is None else replace(llm, kv_layers=len(set(owners_of(llm, spec, where))))
+
+
+def owners_of(llm: Llm, spec: LayerReuse, where: str = WHERE) -> list[int]:
+    """The layer whose keys and values each layer of ``llm`` reads. Raises InputError for layers that are not all alike."""
     if llm.mla is not None or llm.sliding_window is not None:
         raise InputError(where, f"{llm.name} has layers that keep latents or windows", "an LLM whose layers all keep keys and values of every token")
     if len(spec.similarity) != llm.layers - 1:
@@ -22,4 +27,4 @@ def reusing(llm: Llm, spec: LayerReuse | None, where: str = "kv_cache.layer_reus
     owners = policy.owners(spec.similarity)
     if len(owners) != llm.layers or any(not 0 <= owner <= layer or owners[owner] != owner for layer, owner in enumerate(owners)):
         raise InputError(spec.policy.where, "must name for each layer itself, or an earlier one that keeps its own", f"got {owners}")
-    return replace(llm, kv_layers=len(set(owners)))
+    return list(owners)

@@ -20,6 +20,7 @@ from serving.catalog import load_gpu, load_llm
 from serving.errors import InputError
 from serving.kv_pool import KVPool
 from serving.kv_tiers import LowerTiers, build_tiers
+from serving.layer_reuse import reusing
 from serving.plan import BatchPlan, StepResult
 from serving.policies.build import policies_of
 from serving.records import Run, open_run
@@ -109,7 +110,7 @@ def _tiers(scenario: Scenario) -> LowerTiers | None:
     cache = scenario.kv_cache
     if not cache.tiers:
         return None
-    return build_tiers(cache, load_gpu(scenario.cluster.gpu), load_llm(scenario.llm).kv_bytes_per_token("bf16" if cache.dtype == "auto" else cache.dtype))
+    return build_tiers(cache, load_gpu(scenario.cluster.gpu), reusing(load_llm(scenario.llm), cache.layer_reuse).kv_bytes_per_token("bf16" if cache.dtype == "auto" else cache.dtype))
 
 
 class _Replay:

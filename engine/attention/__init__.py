@@ -53,8 +53,10 @@ class AttentionBackend(Protocol):
         """Prepare a step, before its first layer."""
         ...
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, window: int) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, keys: Tensor, values: Tensor, batch: AttentionBatch, window: int) -> Tensor:
         """Write ``k``, ``v`` [T, K, D] to the layer's pages ``keys``, ``values``, then return the attention of ``q`` [T, H, D], [T, H, D].
+
+        They are None where an earlier layer has written to these pages in this step: this one reads them too.
 
         Row strides of q, k and v may exceed their width; rows are decodes first, then the chunks in order. ``window``: 0 sees all.
         """

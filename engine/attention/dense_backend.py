@@ -17,14 +17,18 @@ class DenseAttention:
 
     def __init__(self, geometry: AttentionGeometry) -> None:
         self._geometry = geometry
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}
 
     def begin(self, batch: AttentionBatch) -> None:
         """Refuse what needs a cache. Raises ValueError."""
         if batch.decodes or any(before for _, before in batch.chunks):
             raise ValueError("dense attention runs whole sequences only")
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, window: int) -> Tensor:
-        """See ``engine.attention.AttentionBackend.attend``; ``keys`` and ``values`` are not used."""
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, keys: Tensor, values: Tensor, batch: AttentionBatch, window: int) -> Tensor:
+        """See ``engine.attention.AttentionBackend.attend``; ``keys`` and ``values`` only name the layer."""
+        if k is not None:
+            self._written[id(keys)] = (k, v)
+        k, v = self._written[id(keys)]
         g = self._geometry
         sizes = [new for new, _ in batch.chunks]
         parts = zip(q.split(sizes), k.split(sizes), v.split(sizes))

@@ -24,7 +24,7 @@ class Fp8QueryAttention:
         """See ``engine.attention.AttentionBackend.begin``."""
         self._wide.begin(batch)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, window: int) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, keys: Tensor, values: Tensor, batch: AttentionBatch, window: int) -> Tensor:
         """See ``engine.attention.AttentionBackend.attend``."""
         scale = q.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / LARGEST
         rounded = (q.float() / scale).to(torch.float8_e4m3fn).float() * scale

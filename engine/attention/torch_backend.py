@@ -24,9 +24,10 @@ class TorchAttention:
         """Gather the decodes' table rows once for all layers."""
         self._decode_table = batch.table[batch.rows[: batch.decodes].long()] if batch.decodes else None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, window: int) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, keys: Tensor, values: Tensor, batch: AttentionBatch, window: int) -> Tensor:
         """See ``engine.attention.AttentionBackend.attend``."""
-        reference.kv_write(k, v, keys, values, batch.slots)
+        if k is not None:
+            reference.kv_write(k, v, keys, values, batch.slots)
         options = {"scale": self._scale, "window": window, "slopes": self._slopes}
         parts = []
         decodes = batch.decodes

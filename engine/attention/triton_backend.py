@@ -36,9 +36,10 @@ class TritonAttention:
         if batch.decodes:
             self._workspace.cut(batch.context[: batch.decodes])
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, window: int) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, keys: Tensor, values: Tensor, batch: AttentionBatch, window: int) -> Tensor:
         """See ``engine.attention.AttentionBackend.attend``."""
-        kv_write(k, v, keys, values, batch.slots)
+        if k is not None:
+            kv_write(k, v, keys, values, batch.slots)
         decodes, table = batch.decodes, batch.table
         options = {"scale": self._scale, "window": window, "slopes": self._slopes}
         parts = []

@@ -85,7 +85,7 @@ def _first_layers(options: dict[str, Any], shape: Architecture, weights: Decoder
         raise InputError(WHERE, f"'layers' has no option '{next(iter(options))}'", "layers: how many")
     if not isinstance(layers, int) or not 1 <= layers < shape.layers:
         raise InputError(f"{WHERE}.layers", f"must lie between 1 and {shape.layers - 1}, got {layers}")
-    small = replace(shape, layers=layers, window_layers=min(shape.window_layers, layers))
+    small = replace(shape, layers=layers, window_layers=min(shape.window_layers, layers), kv_owners=shape.kv_owners[:layers])
     return Drafter(small, DecoderWeights(weights.embedding, weights.layers[:layers], weights.norm, weights.lm_head), own_weights=False)
 
 

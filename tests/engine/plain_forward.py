@@ -86,6 +86,7 @@ def logits(
 
     ``gates``: by the number of layers before it, (w, b); a position whose gate opens stands still from there on.
     """
+    written: dict[int, tuple] = {}  # by layers that keep keys and values
     still = torch.zeros(len(tokens), dtype=torch.bool)
     x = w["embed"][tokens]
     length, dim, group = len(tokens), shape.head_dim, shape.heads // shape.kv_heads
@@ -102,6 +103,7 @@ def logits(
             q, k = _norm(q, w[f"{i}.qn"], shape.norm_eps), _norm(k, w[f"{i}.kn"], shape.norm_eps)
         if shape.positions == "rope":
             q, k = _rotate(q, shape), _rotate(k, shape)
+        k, v = written.setdefault(i, (k, v)) if shape.owner_of(i) == i else written[shape.owner_of(i)]
         heads = []
         for head in range(shape.heads):
             score = q[head] @ k[head // group].T / math.sqrt(dim)

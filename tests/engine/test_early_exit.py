@@ -40,13 +40,13 @@ def leaving(shape, exits: EarlyExit, seed=3, **options) -> Runner:
     return Runner(shape, weights, RunnerOptions(**sizes), exits=exits)
 
 
-@pytest.mark.parametrize("name", ["plain", "bias and qk norm", "experts"])
+@pytest.mark.parametrize("name", ["plain", "bias and qk norm", "layers share", "experts"])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_chunks_mixtures_and_preemptions_give_a_plain_forward_pass_with_the_same_gates(name, backend):
     shape = {"plain": DEEP, "bias and qk norm": replace(DEEP, qkv_bias=True, qk_norm=True),
-             "experts": replace(DEEP, experts=4, experts_per_token=2, expert_intermediate=24)}[name]  # fmt: skip
+             "layers share": replace(DEEP, kv_owners=(0, 1, 1, 1, 4)), "experts": replace(DEEP, experts=4, experts_per_token=2, expert_intermediate=24)}[name]  # fmt: skip
     if backend == "triton":
-        shape = replace(shape, layers=3)
+        shape = replace(shape, layers=3, kv_owners=shape.kv_owners[:3])
     exits = random_gates(spec_of((1, 0.4), (2, 0.3)), shape, 5, CPU)
     engine = leaving(shape, exits, **({"attention": "triton", "ops": "triton"} if backend == "triton" else {}))
     rng = random.Random(1)

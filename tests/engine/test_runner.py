@@ -31,6 +31,8 @@ SHAPES = {
     "window": replace(TINY, window=7),
     "half the layers windowed": replace(TINY, window=5, window_layers=1),
     "alibi band": replace(TINY, positions="alibi", window=9),
+    "pairs share keys and values": replace(TINY, layers=4, kv_owners=(0, 0, 2, 2), qk_norm=True, qkv_bias=True),
+    "three share": replace(TINY, layers=4, kv_owners=(0, 1, 1, 1)),
     "moe": MOE,
     "moe unnormalised, shared": replace(MOE, normalise_router=False, shared_intermediate=32),
 }
@@ -60,7 +62,7 @@ def test_chunked_mixed_paged_execution_equals_a_plain_forward_pass(name):
         assert_logits_match(engine, weights, asked, generated, seen)
 
 
-@pytest.mark.parametrize("name", ["gqa", "window", "moe", "alibi band"])
+@pytest.mark.parametrize("name", ["gqa", "window", "moe", "alibi band", "three share"])
 def test_the_triton_backend_runs_the_same_network(name):
     shape = SHAPES[name]
     rng = random.Random(5)
