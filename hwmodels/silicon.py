@@ -33,7 +33,7 @@ BEFORE = (0, 256, 512, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 32768, 
 
 _GEMM_QUANT = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "fp8", "int8": "int8_wo", "int4": "int4_wo", "nvfp4": "nvfp4"}
 _KV_QUANT = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "fp8", "int8": "int8"}
-_OPTIONS = ("engine", "version", "system", "model", "gemm_quant", "kv_quant", "expert_parallel", "capture_sizes", "capture_largest",
+_OPTIONS = ("engine", "version", "system", "model", "gemm_quant", "kv_quant", "attention_quant", "expert_parallel", "capture_sizes", "capture_largest",
             "host_step_s", "host_sequence_s", "launch_s")  # fmt: skip
 
 
@@ -97,8 +97,8 @@ def build(
     """Build the model from a scenario's ``latency`` options. Raises InputError for what the package cannot answer or is not there.
 
     ``engine`` (vllm, sglang, trtllm) and ``version`` (a version the package measured, or ``current``); ``system``, ``model``,
-    ``gemm_quant`` and ``kv_quant`` override what is derived from the catalogue entries; ``expert_parallel`` splits experts;
-    host times and captured sizes as in the roofline.
+    ``gemm_quant`` and ``kv_quant`` override what is derived from the catalogue entries, ``attention_quant`` (of a prompt's attention)
+    what the package takes for the model; ``expert_parallel`` splits experts; host times and captured sizes as in the roofline.
     """
     check_options(options, dict.fromkeys(_OPTIONS), where)
     _check_types(options, where)
@@ -113,6 +113,8 @@ def build(
         "gemm_quant_mode": options.get("gemm_quant") or _quant(_GEMM_QUANT, llm.dtype_of_weights(weight_dtype), f"{where}.gemm_quant"),
         "kvcache_quant_mode": options.get("kv_quant") or _quant(_KV_QUANT, kv_dtype, f"{where}.kv_quant"),
     }
+    if "attention_quant" in options:
+        request["fmha_quant_mode"] = options["attention_quant"]
     if llm.moe:
         if tensor_parallel % experts:
             raise InputError(f"{where}.expert_parallel", f"{experts} does not divide tensor_parallel {tensor_parallel}")
@@ -129,7 +131,7 @@ def build(
 
 
 def _check_types(options: Mapping[str, Any], where: str) -> None:
-    for key in ("engine", "version", "system", "model", "gemm_quant", "kv_quant"):
+    for key in ("engine", "version", "system", "model", "gemm_quant", "kv_quant", "attention_quant"):
         if not isinstance(options.get(key, ""), str):
             raise InputError(f"{where}.{key}", "must be text", f"got {options[key]!r}")
     experts = options.get("expert_parallel", 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +15,10 @@ from sim.fleet import Parts
 from validate.measured.datasheet import least_ratio
 from validate.measured.host_time import WithHostTime
 from validate.measured.row import Progress
-from validate.measured.served import ENGINES, SEED, WAVES, Priced, Served, Setup, price
+from validate.measured.served import SEED, WAVES, Deployment, Priced, Served, Setup, price
+
+# A user's next request cannot enter the step that begins when the answer ends. Any time above 0 and below a step's does.
+TURNAROUND_S = 1e-4
 
 
 class Means(NamedTuple):
@@ -23,50 +28,56 @@ class Means(NamedTuple):
     tpot_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a task found: the means of each run, and the latency model's name."""
+class Answer(NamedTuple):
+    """What became of a run, and the latency model's name."""
 
-    means: dict[tuple[Served, Setup], Means]
+    means: Means
     words: str
 
 
-Task = Sequence[tuple[Served, Setup]]  # runs of one deployment
+Run = tuple[Served, Setup]
+Simulate = Callable[[Iterable[Run]], dict[Run, Answer]]
 
 
-def simulate_all(runs: Sequence[tuple[Served, Setup]], *, jobs: int, progress: Progress | None = None) -> dict[tuple[str, ...], Answer]:
-    """Simulate every run and return the answers by deployment. ``jobs`` processes share the work; the result does not depend on them."""
-    tasks: dict[tuple[str, ...], list[tuple[Served, Setup]]] = {}
-    for row, setup in runs:
-        tasks.setdefault(row.deployment, []).append((row, setup))
-    answers, done = {}, 0
-    for deployment, answer in zip(tasks, _answers(list(tasks.values()), jobs)):
-        answers[deployment] = answer
-        done += len(tasks[deployment])
-        if progress is not None:
-            progress(done, len(runs))
-    return answers
-
-
-def _answers(tasks: Sequence[Task], jobs: int) -> Iterator[Answer]:
+@contextmanager
+def simulations(jobs: int, progress: Progress | None = None) -> Iterator[Simulate]:
+    """Yield a function that simulates runs. ``jobs`` processes share the work and keep what they priced; the answers do not depend on them."""
     if jobs == 1:
-        yield from map(carry_out, tasks)
+        yield partial(_simulate, map, progress)
         return
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(carry_out, tasks)
+        yield partial(_simulate, pool.map, progress)
 
 
-def carry_out(task: Task) -> Answer:
-    """Simulate the runs of one deployment, whose latency model is built once. Raises ArithmeticError if that beats the datasheet."""
-    row = task[0][0]
-    priced = price(row)
-    ratio = least_ratio(priced.model, priced.llm, priced.gpu, row.tensor_parallel, row.weight_dtype)
+def _simulate(each: Callable[..., Iterator[list[Answer]]], progress: Progress | None, runs: Iterable[Run]) -> dict[Run, Answer]:
+    tasks: dict[Deployment, list[Run]] = {}
+    for run in runs:
+        tasks.setdefault(run[0].deployment, []).append(run)
+    answers: dict[Run, Answer] = {}
+    total = sum(len(task) for task in tasks.values())
+    for task, found in zip(tasks.values(), each(carry_out, tasks.values())):
+        answers |= zip(task, found, strict=True)
+        if progress is not None:
+            progress(len(answers), total)
+    return answers
+
+
+def carry_out(task: Sequence[Run]) -> list[Answer]:
+    """Simulate runs of one deployment. Raises ArithmeticError if its latency model beats the datasheet."""
+    priced = _checked(task[0][0].deployment)
+    return [Answer(simulate_row(row, setup, priced), priced.words) for row, setup in task]
+
+
+@lru_cache(maxsize=64)
+def _checked(deployment: Deployment) -> Priced:
+    priced = price(deployment)
+    ratio = least_ratio(priced.model, priced.llm, priced.gpu, deployment.tensor_parallel, deployment.weight_dtype, deployment.kv_dtype)
     if ratio < 1.0:
-        raise ArithmeticError(f"{row.where}: {priced.words} prices a step at {ratio:.3f} of what the datasheet allows")
-    return Answer({(row, setup): simulate_row(row, setup, priced) for row, setup in task}, priced.words)
+        raise ArithmeticError(f"{priced.words} prices a step of {deployment} at {ratio:.3f} of what the datasheet allows")
+    return priced
 
 
 def simulate_row(row: Served, setup: Setup, priced: Priced) -> Means:
@@ -94,24 +105,23 @@ def simulate_row(row: Served, setup: Setup, priced: Priced) -> Means:
 
 def scenario_of(row: Served, setup: Setup) -> dict[str, Any]:
     """The row as a scenario; random prompts share no prefix."""
-    engine = ENGINES[row.engine]
+    launch = row.launch
+    seqs = row.users - setup.slots_short if setup.slots_short else launch.max_batch_seqs
+    batching = {"name": launch.batching, "max_batch_tokens": setup.max_batch_tokens or launch.max_batch_tokens, "max_batch_seqs": seqs}
+    spread = launch.spread if setup.spread is None else setup.spread
     return {
         "version": 1,
         "name": "served",
         "seed": SEED,
         "llm": row.llm,
         "cluster": {"gpu": row.gpu, "replicas": 1, "tensor_parallel": row.tensor_parallel, "weight_dtype": row.weight_dtype},
-        "kv_cache": {"block_tokens": engine.block_tokens, "prefix_caching": False},
-        "policy": {
-            "ordering": "fcfs",
-            "batching": {"name": engine.batching, "max_batch_tokens": setup.max_batch_tokens or engine.max_batch_tokens, "max_batch_seqs": engine.max_batch_seqs},
-            "preemption": "latest",
-        },
+        "kv_cache": {"block_tokens": launch.block_tokens, "prefix_caching": False, "dtype": launch.kv_dtype},
+        "policy": {"ordering": "fcfs", "batching": batching | {"max_in_flight": launch.plans_in_flight}, "preemption": "latest"},
         "workload": {
             "requests": WAVES * row.users,
-            "arrivals": {"process": "closed_loop", "users": row.users, "think_s": _jitter(setup.jitter_s)},
-            "prompt_tokens": _lengths(row.prompt_tokens, setup.spread),
-            "output_tokens": _lengths(row.output_tokens, setup.spread),
+            "arrivals": {"process": "closed_loop", "users": row.users, "think_s": TURNAROUND_S},
+            "prompt_tokens": _lengths(row.prompt_tokens, spread),
+            "output_tokens": _lengths(row.output_tokens, spread),
         },
     }
 
@@ -120,16 +130,12 @@ def _lengths(nominal: int, spread: float) -> dict[str, Any]:
     return {"dist": "uniform", "min": max(1, round((1.0 - spread) * nominal)), "max": nominal} if spread else {"dist": "constant", "value": nominal}
 
 
-def _jitter(mean_s: float) -> dict[str, Any]:
-    return {"dist": "exponential", "mean": mean_s} if mean_s else {"dist": "constant", "value": 0.0}
-
-
 def _parts(scenario: Scenario, row: Served, setup: Setup, priced: Priced) -> Parts:
     """As ``sim.fleet.resolve``, with a latency model that exists already."""
     from sim.fleet import resolve
 
     host_s = setup.host_step_s
     if host_s is None:
-        host_s = 0.0 if ENGINES[row.engine].hidden_host else priced.gpu.host.step_s
-    model = WithHostTime(priced.model, host_s)
+        host_s = row.launch.host_step_s(priced.gpu)
+    model = WithHostTime(priced.model, host_s, setup.host_sequence_s)
     return replace(resolve(scenario), latency=model, latencies=(model,))

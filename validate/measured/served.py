@@ -4,7 +4,7 @@ Columns as in AIConfigurator's silicon sample: id, silicon_data_source, backend,
 isl, osl, batch_size (concurrent users), tp_size, silicon_ttft_ms, silicon_tpot_ms. Operator timings of a GPU, where there are
 any, lie beside the table in a folder named as its ``system``.
 
-What the table does not record is taken from the defaults of client and engine, see ``ENGINES`` and ``Setup``; they decide TTFT.
+What the table does not record is taken from what is public about its sources (``launch.py``), or fitted (``Setup``); it decides TTFT.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from serving.catalog import Gpu, load_gpu, load_llm
 from serving.errors import InputError, nearest
 from serving.llm import Llm
 from validate.importers.source import Source, number
+from validate.measured.launch import DEFAULTS, Launch, by_aiconfigurator, by_inferencex
 
 COLUMNS = ("id", "silicon_data_source", "backend", "backend_version", "model_path", "system", "gemm_quant_mode", "isl", "osl", "batch_size",
            "tp_size", "silicon_ttft_ms", "silicon_tpot_ms")  # fmt: skip
 WAVES = 10  # requests per user, the start-up burst among them, as the load generators' scripts send
 SEED = 1
+FP8_ATTENTION = ("sglang", "trtllm")  # engines that compute a prompt's attention in FP8 over FP8 KV entries, as the package infers
 
 EXCLUDED = (
     "Qwen3-32B FP8 with 4000 x 1000 tokens under TRT-LLM 1.2.0rc6.post1 (4 rows) and vLLM 0.12.0 (3 rows): their TPOT is about half of "
@@ -33,41 +35,44 @@ EXCLUDED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """Defaults of an engine that the table does not record. ``hidden_host``: it plans the next step while the device works."""
-
-    batching: str
-    block_tokens: int
-    max_batch_tokens: int
-    max_batch_seqs: int
-    hidden_host: bool
-
-
-ENGINES = {
-    "vllm": Engine("chunked_prefill", 16, 8192, 1024, hidden_host=False),
-    "sglang": Engine("prefill_first", 16, 8192, 1024, hidden_host=True),
-    "trtllm": Engine("whole_prompt", 32, 8192, 2048, hidden_host=True),
-}
-
-
-@dataclass(frozen=True, slots=True)
 class Setup:
-    """What the table does not record of client and server.
+    """What the table does not record of client and server, where it departs from what is documented (``launch.py``).
 
-    Lengths are uniform in [(1 - ``spread``) x nominal, nominal]; a user's next request follows an answer after an exponential time
-    of mean ``jitter_s``. None: the engine's own token budget; the catalogue's host time, nothing where the engine hides it.
+    None: as documented; for the host's time per step the catalogue's, or nothing where the engine hides it. ``slots_short``
+    sequences fewer than users fit into a batch. ``host_sequence_s`` is host time for each sequence of a step.
     """
 
-    spread: float
-    jitter_s: float = 0.0
+    spread: float | None = None
     max_batch_tokens: int | None = None
+    slots_short: int = 0
     host_step_s: float | None = None
+    host_sequence_s: float = 0.0
 
     def words(self) -> str:
         """The setup in words."""
-        parts = [f"{(self.host_step_s or 0.0) * 1e3:.1f} ms of host time a step", f"lengths {1.0 - self.spread:g}-1 x nominal"]
-        parts += [f"requests {self.jitter_s * 1e3:g} ms after answers"] if self.jitter_s else []
-        return ", ".join([*parts, f"{self.max_batch_tokens} tokens a step"])
+        parts = [f"{(self.host_step_s or 0.0) * 1e3:.1f} ms of host time a step and {self.host_sequence_s * 1e6:.0f} us a sequence in it"]
+        parts += [f"lengths {1.0 - self.spread:g}-1 x nominal"] if self.spread is not None else []
+        parts += [f"{self.max_batch_tokens} tokens a step"] if self.max_batch_tokens is not None else []
+        parts += [f"{self.slots_short} slot fewer than users"] if self.slots_short else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What decides the price of a step."""
+
+    engine: str
+    llm: str
+    gpu: str
+    tensor_parallel: int
+    quantisation: str  # as in the table; empty for bf16
+    kv_dtype: str
+    profile: Path | None
+
+    @property
+    def weight_dtype(self) -> str:
+        """Dtype of the weights."""
+        return "fp8" if self.quantisation else "bf16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,7 @@ class Served:
     users: int
     ttft_s: float
     tpot_s: float
-    varied_lengths: bool  # InferenceX draws lengths between 0.8 and 1 of the nominal ones; AIPerf sends equal ones
+    inferencex: bool  # measured by InferenceX, else by AIConfigurator's authors
     profile: Path | None
 
     @property
@@ -101,14 +106,16 @@ class Served:
         return f"{self.llm} {self.weight_dtype} {self.gpu} {self.engine}"
 
     @property
-    def deployment(self) -> tuple[str, ...]:
+    def deployment(self) -> Deployment:
         """What decides the price of a step."""
-        return (self.engine, self.llm, self.gpu, str(self.tensor_parallel), self.quantisation)
+        return Deployment(self.engine, self.llm, self.gpu, self.tensor_parallel, self.quantisation, self.launch.kv_dtype, self.profile)
 
     @property
-    def documented(self) -> Setup:
-        """Client and engine as their documentation has them."""
-        return Setup(0.2 if self.varied_lengths else 0.0)
+    def launch(self) -> Launch:
+        """Server and client as those who measured them document it."""
+        if self.inferencex:
+            return by_inferencex(self.engine, self.users)
+        return by_aiconfigurator(self.engine, self.version, weight_dtype=self.weight_dtype, prompt_tokens=self.prompt_tokens, users=self.users)
 
 
 def find(root: Path) -> list[Path]:
@@ -138,8 +145,8 @@ def _row(where: str, record: dict[str, str], folder: Path) -> Served:
         return int(number(record, column, where, at_least=1))
 
     engine = record["backend"]
-    if engine not in ENGINES:
-        raise InputError(where, f"column 'backend': no engine named '{engine}'", nearest(engine, ENGINES))
+    if engine not in DEFAULTS:
+        raise InputError(where, f"column 'backend': no engine named '{engine}'", nearest(engine, DEFAULTS))
     times = {column: number(record, column, where) * 1e-3 for column in ("silicon_ttft_ms", "silicon_tpot_ms")}
     for column, seconds in times.items():
         if not seconds:
@@ -176,13 +183,15 @@ class Priced:
     gpu: Gpu
 
 
-def price(row: Served) -> Priced:
-    """Return the best informed latency model of the row's deployment: operators measured beside the table, else the package behind
-    ``silicon``, else the roofline."""
-    llm, gpu = load_llm(row.llm), load_gpu(row.gpu)
-    facts = {"llm": llm, "gpu": gpu, "tensor_parallel": row.tensor_parallel, "weight_dtype": row.weight_dtype}
-    silicon = {"engine": row.engine} | ({"gemm_quant": row.quantisation} if row.quantisation else {})
-    choices: list[tuple[str, dict[str, Any]]] = [("table", {"profile": str(row.profile)})] if row.profile else []
+def price(deployment: Deployment) -> Priced:
+    """Return the best informed latency model of a deployment: operators measured beside the table, else the package behind ``silicon``,
+    else the roofline."""
+    llm, gpu = load_llm(deployment.llm), load_gpu(deployment.gpu)
+    facts = {"llm": llm, "gpu": gpu} | {name: getattr(deployment, name) for name in ("tensor_parallel", "weight_dtype", "kv_dtype")}
+    silicon = {"engine": deployment.engine} | ({"gemm_quant": deployment.quantisation} if deployment.quantisation else {})
+    if deployment.kv_dtype == "fp8" and deployment.engine in FP8_ATTENTION:
+        silicon["attention_quant"] = "fp8"
+    choices: list[tuple[str, dict[str, Any]]] = [("table", {"profile": str(deployment.profile)})] if deployment.profile else []
     for name, options in (*choices, ("silicon", silicon), ("roofline", {})):
         try:
             model = latency.build(name, {**options, "host_step_s": 0.0}, **facts)

@@ -1,80 +1,117 @@
 """Errors of the simulator on a table of measured servers: with nothing fitted, and fitted on a random half and judged on the other.
 
-What is fitted, for each group of rows (one engine, LLM, dtype and GPU), is what the table does not record: first the setup of client
-and server (``SETUPS``) that comes closest, then the host's time per step. The judged half is not looked at until both are fixed.
+What is fitted, for each group of rows (one engine, LLM, dtype and GPU), is what the table does not record, one quantity after the
+other, starting from what is documented: the server's slots, its tokens a step, the host's time per step and per sequence in it, the
+spread of the client's lengths, the host's times again. The judged half is not looked at until all are fixed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
+from serving.catalog import load_gpu
 from serving.rng import stream
 from validate.measured import served
-from validate.measured.closed_loop import Answer, simulate_all
+from validate.measured.closed_loop import Answer, Run, Simulate, simulations
 from validate.measured.row import NOTHING, Progress, Row, row
 from validate.measured.served import Served, Setup
 
-BUDGETS = (4096, 8192, 16384)
-CLIENTS = ((0.0, 0.0), (0.0, 0.003), (0.005, 0.0), (0.01, 0.0), (0.02, 0.0), (0.1, 0.0), (0.2, 0.0))  # spread of lengths, jitter
-SETUPS = tuple(Setup(spread, jitter_s, budget) for budget in BUDGETS for spread, jitter_s in CLIENTS)
-SETUP_ROWS = 24  # of a group's half, to choose the setup on
-HOST_STEPS_S = (0.0, 0.002)  # simulated; between and beyond them a row's means are taken as linear
-HOST_GRID_S = tuple(step * 1e-4 for step in range(51))
-CIRCULAR = "nothing here, but the catalogue's 1 ms of host time a step was chosen on this group by its source"
-CIRCULAR_GROUP = "llama-3.1-70b fp8 h100-sxm vllm"
+SLOTS_SHORT = (1,)  # TensorRT-LLM only: the request that pads its CUDA graphs may hold a slot
+BUDGETS = (8192, 16384)  # tokens a step; not where the launch script is public
+SPREADS = (0.01, 0.1)
+HOST_MORE_S = (0.002, 20e-6)  # a step, a sequence: simulated; a row's means are taken as linear in them
+HOST_STEP_GRID_S = tuple(step * 1e-4 for step in range(51))
+HOST_SEQUENCE_GRID_S = tuple(step * 1e-6 for step in range(61))
 
-Answers = Mapping[tuple[str, ...], Answer]
-Runs = list[tuple[Served, Setup]]
+Answers = Mapping[Run, Answer]
 
 
 def rows(path: Path, *, fit: bool, jobs: int, progress: Progress | None = None, sample: int | None = None) -> list[Row]:
     """Return the errors of TTFT and TPOT of every measured server in ``path``; ``sample`` takes so many rows of each group."""
     table = _sampled(served.read(path), sample)
-    runs: Runs = [(server, server.documented) for server in table]
-    answers = simulate_all(runs, jobs=jobs, progress=progress)
-    result = [each for server, setup in runs for each in _errors(path, server, setup, answers, CIRCULAR if server.group == CIRCULAR_GROUP else NOTHING)]
-    if fit:
-        halves = _halves(table)
-        setups = fit_groups({group: fitted for group, (fitted, _) in halves.items()}, jobs=jobs, progress=progress)
-        runs = [(server, setups[group]) for group, (_, judged) in halves.items() for server in judged]
-        answers = simulate_all(runs, jobs=jobs, progress=progress)
-        for server, setup in runs:
-            result += _errors(path, server, setup, answers, f"{setup.words()}: on a random half of the group, judged on the rest")
+    runs = [(server, Setup()) for server in table]
+    with simulations(jobs, progress) as simulate:
+        answers = simulate(runs)
+        result = [each for run in runs for each in _errors(path, run, answers, NOTHING)]
+        if fit:
+            halves = _halves(table)
+            setups = fit_groups({group: fitted for group, (fitted, _) in halves.items()}, simulate, answers)
+            runs = [(server, setups[group]) for group, (_, judged) in halves.items() for server in judged]
+            answers = simulate(runs)
+            for run in runs:
+                result += _errors(path, run, answers, f"{run[1].words()}: on a random half of the group, judged on the rest")
     return result
 
 
-def fit_groups(groups: Mapping[str, Sequence[Served]], *, jobs: int, progress: Progress | None = None) -> dict[str, Setup]:
-    """Return the setup of each group that brings its rows' median errors of TTFT and TPOT down most, host time included."""
-    few = {group: _evenly(members, SETUP_ROWS) for group, members in groups.items()}
-    answers = simulate_all([(server, setup) for members in few.values() for server in members for setup in SETUPS], jobs=jobs, progress=progress)
-    setups = {group: min(SETUPS, key=lambda setup: _loss(_ratios(members, setup, answers))) for group, members in few.items()}
-    ends = {group: [with_host(setup, host_s) for host_s in HOST_STEPS_S] for group, setup in setups.items()}
-    answers = simulate_all([(server, end) for group, members in groups.items() for server in members for end in ends[group]], jobs=jobs, progress=progress)
-    return {group: with_host(setups[group], _host_s(members, ends[group], answers)) for group, members in groups.items()}
+def fit_groups(groups: Mapping[str, Sequence[Served]], simulate: Simulate, known: Answers | None = None) -> dict[str, Setup]:
+    """Return the setup of each group that brings its rows' median errors of TTFT and TPOT down most, host time included.
+
+    ``known`` are answers that need not be simulated again.
+    """
+    answers = dict(known or {})
+
+    def complete(wanted: Mapping[str, Sequence[Setup]]) -> None:
+        answers.update(simulate(run for group, setups in wanted.items() for run in product(groups[group], setups) if run not in answers))
+
+    def closest(setups: Mapping[str, Setup], others: Callable[[Served, Setup], list[Setup]]) -> dict[str, Setup]:
+        tried = {group: [setups[group], *others(members[0], setups[group])] for group, members in groups.items()}
+        complete(tried)
+        return {group: min(tried[group], key=lambda setup: _loss(_ratios(members, setup, answers))) for group, members in groups.items()}
+
+    setups = closest(closest(dict.fromkeys(groups, Setup()), _other_slots), _other_budgets)
+    own_s = {group: members[0].launch.host_step_s(load_gpu(members[0].gpu)) for group, members in groups.items()}
+    ends = {group: _host_ends(setup, own_s[group]) for group, setup in setups.items()}
+    complete(ends)
+    slopes = {group: _slopes([_ratios(members, end, answers) for end in ends[group]]) for group, members in groups.items()}
+    setups = {group: replace(setup, host_step_s=own_s[group]) for group, setup in setups.items()}
+    setups = {group: _with_host(setups[group], _ratios(members, ends[group][0], answers), slopes[group]) for group, members in groups.items()}
+    setups = closest(setups, _other_spreads)
+    return {group: _with_host(setups[group], _ratios(members, setups[group], answers), slopes[group]) for group, members in groups.items()}
 
 
-def _evenly(members: Sequence[Served], count: int) -> list[Served]:
-    """At most ``count`` members, spread over the table's order, which goes by lengths."""
-    taken = min(count, len(members))
-    return [members[i * len(members) // taken] for i in range(taken)]
+def _other_slots(server: Served, setup: Setup) -> list[Setup]:
+    return [replace(setup, slots_short=short) for short in SLOTS_SHORT] if server.engine == "trtllm" else []
 
 
-def with_host(setup: Setup, host_s: float) -> Setup:
-    """``setup`` with another host time per step."""
-    return Setup(setup.spread, setup.jitter_s, setup.max_batch_tokens, host_s)
+def _other_budgets(server: Served, setup: Setup) -> list[Setup]:
+    return [] if server.inferencex else [replace(setup, max_batch_tokens=tokens) for tokens in BUDGETS]
 
 
-def _host_s(members: Sequence[Served], ends: Sequence[Setup], answers: Answers) -> float:
-    low, high = (_ratios(members, end, answers) for end in ends)
-    return min(HOST_GRID_S, key=lambda host_s: _loss(low + host_s / HOST_STEPS_S[1] * (high - low)))
+def _other_spreads(server: Served, setup: Setup) -> list[Setup]:
+    return [replace(setup, spread=spread) for spread in SPREADS]
+
+
+def _host_ends(setup: Setup, own_s: float) -> list[Setup]:
+    """With the engine's own host time, with more a step, and with some a sequence."""
+    step_s, sequence_s = HOST_MORE_S
+    return [setup, replace(setup, host_step_s=own_s + step_s), replace(setup, host_sequence_s=sequence_s)]
+
+
+def _slopes(ratios: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """What a second of host time a step, and one a sequence, add to the ratios at ``_host_ends``."""
+    own, step, sequence = ratios
+    return (step - own) / HOST_MORE_S[0], (sequence - own) / HOST_MORE_S[1]
+
+
+def _with_host(setup: Setup, ratios: np.ndarray, slopes: tuple[np.ndarray, np.ndarray]) -> Setup:
+    """``setup``, whose ratios these are, with the host times that fit best."""
+    present = (setup.host_step_s or 0.0, setup.host_sequence_s)
+
+    def loss(host: tuple[float, float]) -> float:
+        return _loss(ratios + (host[0] - present[0]) * slopes[0] + (host[1] - present[1]) * slopes[1])
+
+    step_s, sequence_s = min(product(HOST_STEP_GRID_S, HOST_SEQUENCE_GRID_S), key=loss)
+    return replace(setup, host_step_s=step_s, host_sequence_s=sequence_s)
 
 
 def _ratios(members: Sequence[Served], setup: Setup, answers: Answers) -> np.ndarray:
     """Simulated over real, [rows, (TTFT, TPOT)]."""
-    return np.array([answers[server.deployment].means[server, setup] for server in members]) / [(server.ttft_s, server.tpot_s) for server in members]
+    return np.array([answers[server, setup].means for server in members]) / [(server.ttft_s, server.tpot_s) for server in members]
 
 
 def _loss(ratios: np.ndarray) -> float:
@@ -94,6 +131,12 @@ def _halves(table: Sequence[Served]) -> dict[str, tuple[list[Served], list[Serve
     return halves
 
 
+def _evenly(members: Sequence[Served], count: int) -> list[Served]:
+    """At most ``count`` members, spread over the table's order, which goes by lengths."""
+    taken = min(count, len(members))
+    return [members[i * len(members) // taken] for i in range(taken)]
+
+
 def _sampled(table: list[Served], sample: int | None) -> list[Served]:
     if sample is None:
         return table
@@ -103,12 +146,11 @@ def _sampled(table: list[Served], sample: int | None) -> list[Served]:
     return [server for members in groups.values() for server in _evenly(members, sample)]
 
 
-def _errors(path: Path, server: Served, setup: Setup, answers: Answers, fitted_on: str) -> list[Row]:
-    answer = answers[server.deployment]
+def _errors(path: Path, run: Run, answers: Answers, fitted_on: str) -> list[Row]:
+    server, (means, words) = run[0], answers[run]
     dataset = f"{path.stem}/{server.group}/{server.identity}"
     engine = f"{server.engine} {server.version}".strip()
-    means = answer.means[server, setup]
     return [
-        row(dataset, engine, answer.words, "ttft_s", "mean", server.ttft_s, means.ttft_s, fitted_on),
-        row(dataset, engine, answer.words, "tpot_s", "mean", server.tpot_s, means.tpot_s, fitted_on),
+        row(dataset, engine, words, "ttft_s", "mean", server.ttft_s, means.ttft_s, fitted_on),
+        row(dataset, engine, words, "tpot_s", "mean", server.tpot_s, means.tpot_s, fitted_on),
     ]
