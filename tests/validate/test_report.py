@@ -9,6 +9,7 @@ import re
 import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib import resources
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ import pytest
 import twinserve
 from serving.errors import InputError
 from sim.study.pareto import front, select
-from validate.report import plotly_js, study, timeline
+from validate.report import changes, plotly_js, study, timeline
 from validate.report.build import build, run_page, runs_page
+from validate.report.figure import duration_axis
 from validate.report.headline import difference, number, percent, verdict
 from validate.report.page import render, write
 from validate.run_data import read_run
@@ -198,6 +200,55 @@ class TestStudies:
         (tmp_path / "plan.json").write_text("{}")
         with pytest.raises(InputError, match="is no plan"):
             build([tmp_path])
+
+
+    def test_a_plan_tells_what_the_command_told(self, tmp_path):
+        fleet = {"config": {"gpu": "h100-sxm"}, "feasible": True, "cost_per_hour_usd": 6.0, "gpus": 2, "slo_attainment": 0.971, "slo_attainment_interval": [0.953, 0.989],
+                 "load_factor": 0.7, "load_factor_interval": [0.6, 0.8], "peak_load_factor": 0.82, "ttft_p99_s": 0.4, "e2e_p99_s": 9.0, "output_tokens_per_s": 9000.0,
+                 "goodput_rps": 20.0, "headroom": 0.07, "breaks_first": "TTFT p95 is 316 ms, asked are 300 ms"}  # fmt: skip
+        other = {**fleet, "name": "dearer", "cost_per_hour_usd": 7.0, "e2e_p99_s": 12.0, "on_front": True}
+        none = {"name": "too dear", "config": {}, "feasible": False, "binding_limit": "cost: at least $9.30 an hour", "cost_per_hour_usd": 9.3}
+        told = {"scenario": "chat", "headline": ["chat: two H100s are the cheapest", "3 candidates"], "plans": [{**fleet, "name": "two H100s", "on_front": True}, other, none],
+                "breaks_first": ["two H100s: TTFT"], "advice": ["gpu l40s: as dear"], "operating_point_lines": ["balanced: two H100s"]}  # fmt: skip
+        (tmp_path / "plan.json").write_text(json.dumps(told))
+        page = build([tmp_path])
+        text = render(page)
+        assert page.heading == "chat" and page.verdict == "Two H100s are the cheapest." and {"cost", "operating"} == {figure["key"] for figure in figures_of(text)}
+        assert all(words in text for words in ("97.1 [95.3, 98.9]", "0.70 [0.60, 0.80]", "+7%", "gpu l40s: as dear", "balanced: two H100s", "cost: at least $9.30 an hour"))
+        Outline(text)
+
+
+FLEET = {"faults": [{"at_s": 2.0, "kind": "replica_loss", "replica": 1, "recovery_s": 1.5}, {"at_s": 5.0, "kind": "slow_link", "link": "nic", "recovery_s": None}],
+         "retried": 3, "failed": 0, "changes": [{"at_s": 2.0, "replica": 1, "state": "lost"}, {"at_s": 2.0, "replica": 2, "state": "ready"},
+                                                {"at_s": 4.0, "replica": 1, "state": "starting"}, {"at_s": 6.0, "replica": 1, "state": "ready"}]}  # fmt: skip
+
+
+class TestChanges:
+    def test_faults_are_marked_and_replicas_in_service_counted(self, make_run):
+        run = read_run(make_run())
+        run = replace(run, summary={**run.summary, "fleet": FLEET, "duration_s": 9.0}, scenario={**run.scenario, "cluster": {"replicas": 2}})
+        assert changes.in_service(run) == ([0.0, 2.0, 4.0, 6.0, 9.0], [2, 2, 2, 3, 3])
+        text = render(run_page(run))
+        series = next(figure for figure in figures_of(text) if figure["key"] == "series")
+        assert [shape["x0"] for shape in series["layout"]["shapes"]] == [2.0, 5.0] and series["data"][-1]["name"] == "replicas in service"
+        assert all(words in text for words in ("Faults; 3 requests were tried again, 0 failed", "replica lost", "1.50 s", "slow links", "not before the end"))
+
+    def test_a_fleet_that_stays_as_it_is_has_none_of_it(self, make_run):
+        run = read_run(make_run())
+        assert changes.in_service(run) is None and not changes.marks(run) and changes.fault_table(run) is None
+
+
+class TestAxes:
+    @pytest.mark.parametrize(("low", "high"), [(112, 147), (8.3, 12), (300, 316), (10, 31), (0.9, 1.1), (950, 1020), (3, 800), (0.02, 90_000)])
+    def test_a_logarithmic_axis_has_figures_to_read_by(self, low, high):
+        made = duration_axis("x", low, high)
+        seen = [tick for tick in made["tickvals"] if made["range"][0] <= np.log10(tick) <= made["range"][1]]
+        assert 3 <= len(seen) <= 9 and len(made["tickvals"]) == len(made["ticktext"])
+
+    def test_a_price_is_no_colour(self):
+        script = (resources.files("validate.report") / "page.js").read_text()
+        token = re.compile(re.search(r"/(\^.*?)/\.test\(value\)", script).group(1))
+        assert token.match("$blue") and token.match("$blue-wash") and not token.match("$ an hour") and not token.match("$5.56")
 
 
 class TestPareto:

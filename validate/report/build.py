@@ -8,7 +8,7 @@ from pathlib import Path
 from serving.errors import InputError
 from sim.front_tables import front_tables
 from validate.explain import explain_all
-from validate.report import agreement, causes, headline, latency, study, timeline
+from validate.report import agreement, causes, changes, headline, latency, study, timeline
 from validate.report.figure import Figure
 from validate.report.page import Page, Section
 from validate.run_data import RunData, find, read_run
@@ -45,7 +45,10 @@ def _parts(*parts: Figure | headline.Table | None) -> list[Figure | headline.Tab
 def _subtitle(run: RunData) -> str:
     scenario = run.scenario
     gpu, replicas, tp = (find(scenario, f"cluster.{key}") for key in ("gpu", "replicas", "tensor_parallel"))
-    fleet = f"{find(scenario, 'llm', 'unnamed model')} on {replicas or 1} \u00d7 {gpu or run.facts.get('device', 'unknown hardware')}"
+    gpu = gpu or run.facts.get("device", "unknown hardware")
+    pools = [f"{pool['replicas']} \u00d7 {pool.get('gpu') or gpu} for {pool['role']}" for pool in find(scenario, "cluster.pools") or ()]
+    most = find(scenario, "cluster.autoscaling.maximum")
+    fleet = f"{find(scenario, 'llm', 'unnamed model')} on {' and '.join(pools) or f'{replicas or 1} ' + (f'to {most} ' if most else '') + f'{chr(215)} {gpu}'}"
     batching = find(scenario, "policy.batching.name") or find(scenario, "policy.batching")
     ordering = find(scenario, "policy.ordering.name") or find(scenario, "policy.ordering")
     words = [fleet + (f", tensor parallel {tp}" if tp and tp > 1 else ""), f"{run.summary['requests']['arrived']:,} requests in {run.summary['duration_s']:,.0f} s"]
@@ -79,7 +82,7 @@ def run_page(run: RunData) -> Page:
     sections = [
         Section("latency", "Latency", _parts(*((latency.ladder(run), latency.cumulative(run)) if recorded else ()), headline.latency_table(run))),
         Section("objectives", "Objectives", slo),
-        Section("time", "Over time", [timeline.series(run)] if run.steps and len(run.steps["step"]) else []),
+        Section("time", "Over time", _parts(timeline.series(run) if run.steps and len(run.steps["step"]) else None, changes.fault_table(run))),
     ]
     if spikes:
         tables = [headline.cause_table(metric, rows) for metric, rows in spikes.items()]

@@ -54,10 +54,22 @@ def rule(value: float, text: str, *, colour: str = "$vermillion") -> dict[str, A
 def duration_axis(title: str, low_ms: float, high_ms: float) -> dict[str, Any]:
     """Return a logarithmic axis for durations given in ms, labelled in words (10 us, 5 ms, 2 s) that no prefix can confuse."""
     low, high = math.log10(low_ms), math.log10(max(high_ms, low_ms * 1.01))
+    room = 0.04 * (high - low) + 0.02
+    shown = [low - room, high + 2 * room]
+    if high - low < 0.5:
+        ticks = _even_ticks(10 ** shown[0], 10 ** shown[1])
+        return axis(title, type="log", range=shown, tickvals=ticks, ticktext=[_in_words(tick) for tick in ticks], zeroline=False)
     digits = (1, 1.5, 2, 3, 5, 7) if high - low < 0.9 else (1, 2, 5) if high - low < 2.0 else (1,)
     ticks = [digit * 10.0**decade for decade in range(math.floor(low) - 1, math.ceil(high) + 1) for digit in digits]
-    room = 0.04 * (high - low) + 0.02
-    return axis(title, type="log", range=[low - room, high + 2 * room], tickvals=ticks, ticktext=[_in_words(tick) for tick in ticks], zeroline=False)
+    return axis(title, type="log", range=shown, tickvals=ticks, ticktext=[_in_words(tick) for tick in ticks], zeroline=False)
+
+
+def _even_ticks(low: float, high: float) -> list[float]:
+    """Three to six round values at even distances: what a range within half a decade can be read by."""
+    rough = (high - low) / 5
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * unit for factor in (1, 2, 2.5, 5, 10) if factor * unit >= rough)
+    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _in_words(value_ms: float) -> str:

@@ -25,12 +25,13 @@ class Card(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table of text; ``numeric`` counts the leading columns that are words (the rest are right-aligned figures)."""
+    """A table of text: ``words`` leading columns are words, and the last ``text`` ones sentences; the rest are right-aligned figures."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     words: int = 1
+    text: int = 0
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -13,7 +13,7 @@
 
   /* Colours are tokens ("$blue"), so that one figure serves every theme. */
   function coloured(value, style) {
-    if (typeof value === "string") return value[0] === "$" ? style.getPropertyValue("--" + value.slice(1)).trim() : value;
+    if (typeof value === "string") return /^\$[a-z-]+$/.test(value) ? style.getPropertyValue("--" + value.slice(1)).trim() : value;
     if (Array.isArray(value)) return typeof value[0] === "number" ? value : value.map((item) => coloured(item, style));
     if (value && typeof value === "object") {
       if (value.bdata) return value;

@@ -18,12 +18,19 @@ from validate.report.figure import Figure
 from validate.report.headline import Card, Table
 
 
+class Notes(NamedTuple):
+    """Sentences under a title."""
+
+    title: str
+    lines: Sequence[str]
+
+
 class Section(NamedTuple):
     """One part of the page, reached from the navigation by ``key``; its parts stand in the order given."""
 
     key: str
     title: str
-    parts: Sequence[Figure | Table]
+    parts: Sequence[Figure | Table | Notes]
     lead: str = ""
 
 
@@ -60,7 +67,10 @@ def _figure(figure: Figure) -> str:
 
 def _table(table: Table) -> str:
     def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f'<{tag}{" class=w" if i < table.words else ""}>{escape(cell)}</{tag}>' for i, cell in enumerate(cells)) + "</tr>"
+        return "<tr>" + "".join(f"<{tag}{kind(i)}>{escape(cell)}</{tag}>" for i, cell in enumerate(cells)) + "</tr>"
+
+    def kind(column: int) -> str:
+        return " class=w" if column < table.words else " class=t" if column >= len(table.columns) - table.text else ""
 
     body = "".join(row(cells, "td") for cells in table.rows)
     return (
@@ -69,9 +79,18 @@ def _table(table: Table) -> str:
     )
 
 
+def _notes(notes: Notes) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in notes.lines)
+    return f'<div class="table wide"><h3>{escape(notes.title)}</h3><ul>{items}</ul></div>'
+
+
+def _part(part: Figure | Table | Notes) -> str:
+    return _figure(part) if isinstance(part, Figure) else _notes(part) if isinstance(part, Notes) else _table(part)
+
+
 def _section(section: Section) -> str:
     lead = f'<p class="lead">{escape(section.lead)}</p>' if section.lead else ""
-    parts = "".join(_figure(part) if isinstance(part, Figure) else _table(part) for part in section.parts)
+    parts = "".join(map(_part, section.parts))
     return f'<section id="{section.key}"><h2>{escape(section.title)}</h2>{lead}<div class="grid">{parts}</div></section>'
 
 

@@ -1,8 +1,7 @@
-"""Sweeps and plans: how a figure moves with what was varied, and which points nothing else beats."""
+"""Sweeps: how a figure moves with what was varied, and which points nothing else beats."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,11 +10,11 @@ import numpy as np
 from serving.errors import InputError
 from sim.study.pareto import front
 from validate.report.figure import SERIES, Figure, axis, duration_axis
-from validate.report.headline import Card, Table, number, percent
+from validate.report.fleets import PLAN_FILE, plan_page
+from validate.report.headline import Table, number
 from validate.report.page import Page, Section
 
 SWEEP_FILES = ("sweep.parquet", "sweep.csv")
-PLAN_FILE = "plan.json"
 METRICS: Mapping[str, tuple[str, float, str]] = {  # column -> heading, factor from its unit, unit shown
     "ttft_s.p99": ("TTFT p99", 1e3, "ms"), "tpot_s.p99": ("TPOT p99", 1e3, "ms"), "e2e_s.p99": ("E2E p99", 1e3, "ms"),
     "goodput_rps": ("Goodput", 1, "req/s"), "output_tokens_per_s": ("Output", 1, "tok/s"), "slo_attainment.overall": ("Within SLO", 100, "%"),
@@ -139,40 +138,3 @@ def _sweep_sentence(columns: Mapping[str, list], names: Sequence[str], shown: Se
             chosen = ", ".join(f"{name} = {columns[name][at]}" for name in names)
             return f"{words}: {number(float(_series(columns, metric)[at]))} {METRICS[metric][2]}" + (f" at {chosen}." if chosen else ".")
     return f"{len(next(iter(columns.values())))} points."
-
-
-def plan_page(folder: Path) -> Page:
-    """The page of a plan: the ranked fleets, cost against goodput, and what refuses the rest."""
-    path = folder / PLAN_FILE
-    try:
-        plans = json.loads(path.read_text(encoding="utf-8"))["plans"]
-        rows = [(str(_config(plan["config"])), bool(plan["feasible"]), plan.get("binding_limit"), plan.get("cost_per_hour_usd"),
-                 plan.get("usd_per_million_output_tokens"), plan.get("goodput_rps"), plan.get("load_factor")) for plan in plans]  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(str(path), f"is no plan: {error}", "make one with `twinserve plan SCENARIO --json`") from error
-    feasible = [row for row in rows if row[1]]
-    table = Table("Ranked fleets", ["fleet", "meets the SLO", "binding limit", "$ an hour", "$ per M output", "goodput req/s", "load"],
-                  [[name, "yes" if ok else "no", str(limit or "-"), number(cost), number(each), number(goodput), number(rho)] for name, ok, limit, cost, each, goodput, rho in rows[:_ROWS]],
-                  words=3)  # fmt: skip
-    sentence = f"None of {len(rows)} fleets meets the objectives."
-    if feasible:
-        best = feasible[0]
-        sentence = f"Cheapest fleet that meets the objectives: {best[0]} at ${number(best[3])} an hour, {len(feasible)} of {len(rows)} qualify."
-    cards = [Card("Fleets", f"{len(rows):,}", "", "considered"), Card("Feasible", f"{len(feasible):,}", "", percent(len(feasible) / max(1, len(rows)), 0))]
-    return Page("plan", folder.resolve().name, f"{len(rows)} fleets", sentence, "good" if feasible else "bad", cards,
-                [Section("cost", "Cost and goodput", _cost_figure(rows)), Section("fleets", "Fleets", [table])], {"plan directory": folder.resolve().name})  # fmt: skip
-
-
-def _config(config: object) -> str:
-    return ", ".join(f"{key} {value}" for key, value in config.items()) if isinstance(config, Mapping) else str(config)
-
-
-def _cost_figure(rows: Sequence[tuple]) -> list[Figure]:
-    data = []
-    for name, wanted, colour, symbol in (("meets the SLO", True, "$blue", "circle"), ("does not", False, "$grey", "x-thin-open")):
-        mine = [row for row in rows if row[1] is wanted and row[3] is not None and row[5] is not None]
-        if mine:
-            data.append({"type": "scatter", "mode": "markers", "name": name, "x": [row[3] for row in mine], "y": [row[5] for row in mine], "text": [row[0] for row in mine],
-                         "marker": {"color": colour, "symbol": symbol, "size": 9}, "hovertemplate": "%{text}<br>$%{x:,.2f} an hour, %{y:,.3~g} req/s<extra></extra>"})  # fmt: skip
-    layout = {"xaxis": axis("$ an hour", rangemode="tozero"), "yaxis": axis("goodput, requests/s", rangemode="tozero")}
-    return [Figure("cost", "What a fleet costs and serves", "Left and up is better.", data, layout, height_px=380, wide=True)] if data else []

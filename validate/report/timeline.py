@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from validate.report import changes
 from validate.report.figure import SERIES, Figure, axis, line, packed
 from validate.run_data import Columns, RunData, find
 
@@ -160,9 +161,11 @@ def _traces(names: list[str], x: dict, panel: Panel, ref: str, first: bool) -> l
 def series(run: RunData) -> Figure:
     """Stacked time series that zoom together."""
     names, edges, shown = panels(run)
+    service = changes.in_service(run)
+    count = len(shown) + (service is not None)
     middle, gap = packed((edges[1:] + edges[:-1]) / 2, exact=True), 0.045
-    height = (1 - gap * (len(shown) - 1)) / len(shown)
-    traces, layout = [], {"xaxis": axis("seconds since the start", anchor=f"y{len(shown)}" if len(shown) > 1 else "y"), "hovermode": "x unified", "shapes": []}
+    height = (1 - gap * (count - 1)) / count
+    traces, layout = [], {"xaxis": axis("seconds since the start", anchor=f"y{count}" if count > 1 else "y"), "hovermode": "x unified", "shapes": changes.marks(run)}
     for index, panel in enumerate(shown):
         ref = "" if index == 0 else str(index + 1)
         top = 1 - index * (height + gap)
@@ -174,8 +177,12 @@ def series(run: RunData) -> Figure:
                                showlegend=index == 0, hovertemplate=f"%{{y:{panel.tickformat}}}"))  # fmt: skip
             reached = peak.max() if panel.limit is None else min(panel.limit, peak.max())
             layout[f"yaxis{ref}"]["range"] = [0, max(float(reached) * 1.08, 1e-9)]
+    if service is not None:
+        steps = line("replicas in service", packed(service[0], exact=True), packed(service[1]), "$ink", width=1.6, yaxis=f"y{count}", xaxis="x", hovertemplate="%{y:.0f}")
+        traces.append({**steps, "line": {**steps["line"], "shape": "hv"}, "showlegend": False})
+        layout[f"yaxis{count}"] = axis("in service", domain=[0.0, height], rangemode="tozero", nticks=4, tickformat=",d")
     note = f"Means over {edges[1]:.3g} s; dotted: the highest moment of any replica within them. Drag to zoom all at once."
-    return Figure("series", "Queue, batch, KV use and load over time", note, traces, layout, height_px=110 + 118 * len(shown), wide=True)
+    return Figure("series", "Queue, batch, KV use and load over time", note, traces, layout, height_px=110 + 118 * count, wide=True)
 
 
 def _slice(run: RunData) -> tuple[np.ndarray, int]:
