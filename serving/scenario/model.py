@@ -263,6 +263,8 @@ class Scenario(BaseModel):
                 raise PydanticCustomError("at", "there is no site '{name}'", {"at": ("rollout", "regions", index), "name": name, "known": known})
         if self.front and self.plan is not None:
             raise PydanticCustomError("form", "stages and checks of requests cannot be combined with a plan")
+        if self.plan is not None and any(pool.autoscaling is not None for pool in self.cluster.pools):
+            raise PydanticCustomError("form", "pools that scale cannot be combined with a plan, which chooses how many replicas there are")
         if self.sites is None:
             return self
         cluster = self.cluster

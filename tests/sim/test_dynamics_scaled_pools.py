@@ -151,6 +151,12 @@ def test_a_mistake_names_its_place(changes, where):
     assert caught.value.where.endswith(where)
 
 
+def test_a_plan_chooses_replicas_itself():
+    asked = scenario(prefill=SCALED).resolved()
+    with pytest.raises(InputError, match="pools that scale"):
+        from_mapping({**asked, "plan": {"candidates": {"gpus": [{"name": "h200-sxm"}]}}})
+
+
 def test_faults_alone_leave_the_load_factor_of_pools_as_it_is():
     stalled = scenario().model_copy(update={"faults": from_mapping({**scenario().resolved(), "faults": {"events": [{"kind": "host_stall", "at_s": 1.0, "for_s": 0.1}]}}).faults})
     assert simulate(stalled).summary["load_factor"] == pytest.approx(simulate(scenario()).summary["load_factor"], rel=0.02)
