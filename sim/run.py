@@ -96,6 +96,8 @@ def simulate(
         summary |= _parts_of_summary(scenario, parts, cluster, dynamics, retries, release)
         if front is not cluster:
             summary["stages"] = front.report()
+            done_s = front.done_s()
+            summary |= {} if done_s is None else {"done_s": done_s}
         if writer is not None:
             writer.publish(
                 scenario=scenario.resolved(), seed=scenario.seed, device=_device(parts), summary=summary,

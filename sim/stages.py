@@ -61,11 +61,12 @@ def longest_request(scenario: Scenario, parts: dict[str, Parts]) -> int:
 class Passage:
     """One request on its way through the stages of the place where it entered."""
 
-    __slots__ = ("asks", "entered_s", "index", "outcome", "output_tokens", "request", "started_s", "stations")
+    __slots__ = ("asks", "behind", "entered_s", "index", "outcome", "output_tokens", "request", "started_s", "stations", "status")
 
-    def __init__(self, request: Request, output_tokens: int, asks: int, stations: list[Station]) -> None:
-        self.request, self.output_tokens, self.asks, self.stations = request, output_tokens, asks, stations
+    def __init__(self, request: Request, output_tokens: int, asks: int, stations: list[Station], behind: list[Station]) -> None:
+        self.request, self.output_tokens, self.asks, self.stations, self.behind = request, output_tokens, asks, stations, behind
         self.index = 0
+        self.status = ""  # how the model's answer ended, once it has
         self.entered_s = self.started_s = math.nan
         self.outcome = ""
 
@@ -144,13 +145,17 @@ class Front:
         self._log, self._metrics = log, metrics
         self._entrance: Callable[[Request], int] = fleet.entrances.of if isinstance(fleet, SiteFleet) else lambda request: 0
         places = fleet.places if isinstance(fleet, SiteFleet) else {0: ""}
-        self._stations = {place: _stations(scenario, name) for place, name in places.items()}
+        built = {place: _stations(scenario, name) for place, name in places.items()}
+        self._stations = {place: [station for station in column if not station.spec.after_answer] for place, column in built.items()}
+        self._behind = {place: [station for station in column if station.spec.after_answer] for place, column in built.items()}
         queries = scenario.workload.queries
         self._asked = repeat(0) if queries is None else asked(queries, scenario.seed)
         self._watchers: list[Callable[[int, float, str], None]] = []
-        self._unanswered: dict[int, Passage] = {}  # whose answers will be remembered
-        if any(_answers(column) is not None for column in self._stations.values()):
-            fleet.on_outcome(self._remember)
+        self._unanswered: dict[int, Passage] = {}  # whose answers will be remembered, or pass further stages
+        self._done, self._done_s = Histogram(), []  # from arrival to the last stage behind the answer, and what is not in there yet
+        self._follows = any(self._behind.values()) or any(_answers(column) is not None for column in self._stations.values())
+        if self._follows:
+            fleet.on_outcome(self._answered)
 
     # -- the interface of a cluster -------------------------------------------------------------------------------------
 
@@ -179,12 +184,14 @@ class Front:
         self.arrived += 1
         self.arrivals_end_s = self.env.now
         self._inside += 1
-        self._go_on(Passage(request, output_tokens, next(self._asked), self._stations[self._entrance(request)]))
+        place = self._entrance(request)
+        self._go_on(Passage(request, output_tokens, next(self._asked), self._stations[place], self._behind[place]))
 
     def on_outcome(self, watcher: Callable[[int, float, str], None]) -> None:
         """Call ``watcher(request_id, time_s, status)`` when a request leaves, at that time."""
         self._watchers.append(watcher)
-        self.fleet.on_outcome(watcher)
+        if not self._follows:
+            self.fleet.on_outcome(watcher)
 
     def drain(self) -> None:
         """Let every replica finish what it holds."""
@@ -207,7 +214,11 @@ class Front:
                 return
             passage.index += 1
         self._inside -= 1
-        if _answers(stations) is not None:
+        if passage.status:
+            self._finished(passage)
+            self._tell(passage.request.request_id, self.env.now, passage.status)
+            return
+        if self._follows:
             self._unanswered[passage.request.request_id] = passage
         self.fleet.submit(passage.request, passage.output_tokens)
 
@@ -270,19 +281,48 @@ class Front:
             (request.request_id, index, request.arrival_s, request.prompt_tokens, 0, output_tokens, now_s, now_s, now_s, 0, -1, COMPLETED)
         )
         metrics.flush_if_full()
-        for watcher in self._watchers:
-            watcher(request.request_id, now_s, "stop")
+        if passage.behind:  # which it has passed when it was given first
+            self._finished(passage)
+        self._tell(request.request_id, now_s, "stop")
 
-    def _remember(self, request_id: int, time_s: float, status: str) -> None:
-        passage = self._unanswered.pop(request_id, None)
-        if passage is not None and status in ANSWERED:
-            _answers(passage.stations).answered(passage.asks, min(passage.output_tokens, passage.request.max_output_tokens), time_s)
+    def _finished(self, passage: Passage) -> None:
+        self._done_s.append(self.env.now - passage.request.arrival_s)
+        if len(self._done_s) >= _FLUSH:
+            self._done.add(np.array(self._done_s))
+            self._done_s.clear()
+
+    def _answered(self, request_id: int, time_s: float, status: str) -> None:
+        """The fleet is done with a request: remember its answer, and let it pass the stages behind the model."""
+        passage = self._unanswered.pop(request_id)
+        if status in ANSWERED:
+            answers = _answers(passage.stations)
+            if answers is not None:
+                answers.answered(passage.asks, min(passage.output_tokens, passage.request.max_output_tokens), time_s)
+            if passage.behind:
+                passage.stations, passage.index, passage.status = passage.behind, 0, status
+                self._inside += 1
+                self._go_on(passage)
+                return
+        self._tell(request_id, time_s, status)
+
+    def _tell(self, request_id: int, time_s: float, status: str) -> None:
+        for watcher in self._watchers:
+            watcher(request_id, time_s, status)
 
     # -- accounts -------------------------------------------------------------------------------------------------------
 
     def report(self) -> list[dict[str, Any]]:
         """The ``stages`` part of summary.json: each stage over all places where it stands; what it remembers, place by place."""
-        return [_report(column, self.end_s) for column in zip(*self._stations.values())]
+        columns = (*zip(*self._stations.values()), *zip(*self._behind.values()))
+        return [_report(column, self.end_s) for column in columns]
+
+    def done_s(self) -> dict[str, float | None] | None:
+        """From arrival until the last stage behind the answer, over all who had one; None where there is no such stage."""
+        if not any(self._behind.values()):
+            return None
+        self._done.add(np.array(self._done_s))
+        self._done_s.clear()
+        return self._done.summary()
 
 
 def _stations(scenario: Scenario, place: str) -> list[Station]:

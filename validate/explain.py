@@ -221,7 +221,7 @@ def _before_replica(run: RunData, rows: Columns, parts: np.ndarray) -> np.ndarra
     if not stages or not len(ids):
         return total_s
     at = np.minimum(np.searchsorted(ids, stages["request_id"]), len(ids) - 1)
-    known = ids[at] == stages["request_id"]
+    known = (ids[at] == stages["request_id"]) & (stages["entered_s"] <= rows["scheduled_s"][at])  # not those behind the answer
     network, checks = stages["stage"] == NETWORK, stages["stage"] == INTEGRITY
     plain = ~(network | checks)
     waited_s, served_s = stages["started_s"] - stages["entered_s"], stages["ended_s"] - stages["started_s"]

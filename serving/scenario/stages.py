@@ -73,6 +73,7 @@ class FrontStage(BaseModel):
     share: Annotated[Fraction, Field(description="part of the requests that come here; the others pass at once")] = 1.0
     classes: Annotated[tuple[Name, ...], Field(description="only requests of these; empty: of all")] = ()
     adds_tokens: Annotated[Distribution | None, Field(description="added to the prompt; must have a largest value")] = None
+    after_answer: Annotated[Switch, Field(description="answers pass it once they are complete, not requests; it delays no token")] = False
     encodes_images: Annotated[Switch, Field(description="only requests with an image come; what is kept is kept by image")] = False
     cache: Annotated[KeyedCache | None, Field(description="remembers what came out, by what was asked")] = None
     retrieval: Annotated[Retrieval | None, Field(description="this stage searches documents")] = None
@@ -83,6 +84,8 @@ class FrontStage(BaseModel):
             raise PydanticCustomError("form", "a retrieval stage has caches of its own: leave out 'cache'")
         if self.retrieval is not None and self.encodes_images:
             raise PydanticCustomError("form", "a stage encodes images or searches documents, not both")
+        if self.after_answer and (self.adds_tokens is not None or self.retrieval is not None or self.encodes_images):
+            raise PydanticCustomError("form", "after the answer nothing can be added to the prompt, searched for it or seen")
         return self
 
 

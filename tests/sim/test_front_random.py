@@ -50,8 +50,9 @@ def stages(draw: random.Random, images: bool) -> list[dict]:
     tiers = {tier: kept(draw) for tier in ("answers", "results", "texts") if draw.random() < 0.6}
     retrieval = {"name": "retrieval", "service_s": constant(draw.choice([0.0, 0.03])), "servers": 2, "classes": draw.choice([[], ["a"]]),
                  "adds_tokens": {"dist": "uniform", "min": 0, "max": 300}, "retrieval": facts | tiers}  # fmt: skip
+    post = {"name": "post", "after_answer": True, "service_s": exponential(0.02), "servers": draw.choice([1, 2]), "share": 0.7}
     encoder = {"name": "encoder", "encodes_images": True, "service_s": constant(0.01), "cache": {**TIER, "lookup_s": constant(0.001)}}
-    return [stage for stage in (features, retrieval, *([encoder] if images else [])) if draw.random() < 0.7]
+    return [stage for stage in (post, features, retrieval, *([encoder] if images else [])) if draw.random() < 0.7]
 
 
 def sites(draw: random.Random) -> dict:

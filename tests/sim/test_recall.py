@@ -56,6 +56,14 @@ def test_an_answer_serves_only_those_who_ask_after_it_was_given():
     assert row["retrieval"]["answers"]["hits"] == 0 and row["served"] == 20
 
 
+def test_an_answer_given_before_has_been_through_what_comes_after_it():
+    post = {"name": "post", "after_answer": True, "service_s": constant(0.2), "servers": 50}
+    summary = run([retrieval(**TIERS), post])
+    hits = summary["stages"][0]["retrieval"]["answers"]["hits"]
+    assert hits > 50 and summary["stages"][1]["requests"] == 800 - hits
+    assert summary["done_s"]["p50"] < summary["done_s"]["max"] and summary["done_s"]["mean"] > summary["e2e_s"]["mean"]
+
+
 def test_every_tier_makes_it_faster_and_the_questions_stay_the_same():
     chosen = [{}, {"texts": TIER}, {"texts": TIER, "results": TIERS["results"]}, TIERS]
     summaries = [run([retrieval(**tiers)]) for tiers in chosen]

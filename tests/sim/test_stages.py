@@ -59,6 +59,22 @@ def test_a_stage_delays_the_first_token_by_its_service_and_nothing_else():
     assert "stages" not in plain and plain["load_factor"] is not None and staged["load_factor"] is None
 
 
+def test_a_stage_behind_the_answer_delays_whoever_waits_for_it_and_no_token(tmp_path):
+    rare = {"requests": 20, "arrivals": {"process": "constant", "rate_rps": 0.5}}
+    post = {"name": "post", "after_answer": True, "service_s": {"dist": "constant", "value": 0.25}}
+    plain, staged = (simulate(scenario(stages, rare)).summary for stages in ([], [post]))
+    for metric in ("ttft_s", "tpot_s", "e2e_s"):
+        assert staged[metric] == plain[metric]
+    assert staged["done_s"]["mean"] == pytest.approx(staged["e2e_s"]["mean"] + 0.25, rel=1e-6) and "done_s" not in plain
+    assert staged["duration_s"] == pytest.approx(plain["duration_s"] + 0.25) and staged["stages"][0]["requests"] == 20
+    users = {"requests": 40, "arrivals": {"process": "closed_loop", "users": 1}}
+    alone, behind = (simulate(scenario(stages, users), out=tmp_path / str(len(stages))).summary["duration_s"] for stages in ([], [post]))
+    assert behind == pytest.approx(alone + 40 * 0.25, rel=1e-3), "the next question waits for it"
+    data = read_run(tmp_path / "1")
+    found = attribute(data, "e2e_s")
+    assert found.parts_s.sum(axis=1) == pytest.approx(found.whole_s, abs=1e-9) and found.parts_s[:, :2].sum() == 0
+
+
 def test_every_request_passes_every_stage_once_and_in_order(tmp_path):
     result = simulate(scenario([FEATURES, {**RETRIEVAL, "share": 1.0}]), out=tmp_path / "run")
     run = open_run(tmp_path / "run")
@@ -136,6 +152,7 @@ def test_a_trace_shows_the_stages(tmp_path):
         ([{**FEATURES, "classes": ["rag"]}], "stages[0].classes[0]"),
         ([{**FEATURES, "serversx": 2}], "stages[0].serversx"),
         ([{"name": "s"}], "stages[0].service_s"),
+        ([{**RETRIEVAL, "after_answer": True}], "stages[0]"),
         ([{**RETRIEVAL, "adds_tokens": {"dist": "exponential", "mean": 100}}], "stages[0].adds_tokens"),
         ([{**RETRIEVAL, "adds_tokens": {"dist": "constant", "value": 5000}}], "stages[0].adds_tokens"),
     ],
