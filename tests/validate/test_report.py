@@ -233,9 +233,19 @@ class TestChanges:
         assert [shape["x0"] for shape in series["layout"]["shapes"]] == [2.0, 5.0] and series["data"][-1]["name"] == "replicas in service"
         assert all(words in text for words in ("Faults; 3 requests were tried again, 0 failed", "replica lost", "1.50 s", "slow links", "not before the end"))
 
+    def test_a_release_is_told_stage_by_stage(self, make_run):
+        run = read_run(make_run())
+        seen = {"outcomes": 1200, "failed": 0, "slo_attainment": 1.0, "ttft_s": {"p99": 0.1}, "tpot_s": {"p99": None}}
+        stage = {"name": "probe", "check": "probe", "share": 0.25, "from_s": 0.0, "to_s": 30.0, "passed": True, "reason": "", "candidate": seen, "baseline": seen}
+        last = {**stage, "name": "comparison", "passed": False, "reason": "TPOT p99 is 1.36 times the baseline's"}
+        release = {"outcome": "rolled_back", "reason": "", "ended_s": 330.0, "stages": [stage, last], "variants": {}}
+        table = changes.release_table(replace(run, summary={**run.summary, "rollout": release}))
+        assert table.title.endswith("rolled back after 330 s") and table.rows[0][:6] == ["probe", "25%", "0 to 30", "1,200 / 1,200", "100 / 100", "- / -"]
+        assert [row[-1] for row in table.rows] == ["passed", last["reason"]]
+
     def test_a_fleet_that_stays_as_it_is_has_none_of_it(self, make_run):
         run = read_run(make_run())
-        assert changes.in_service(run) is None and not changes.marks(run) and changes.fault_table(run) is None
+        assert changes.in_service(run) is None and not changes.marks(run) and changes.fault_table(run) is None and changes.release_table(run) is None
 
 
 class TestAxes:

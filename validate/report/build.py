@@ -82,7 +82,7 @@ def run_page(run: RunData) -> Page:
     sections = [
         Section("latency", "Latency", _parts(*((latency.ladder(run), latency.cumulative(run)) if recorded else ()), headline.latency_table(run))),
         Section("objectives", "Objectives", slo),
-        Section("time", "Over time", _parts(timeline.series(run) if run.steps and len(run.steps["step"]) else None, changes.fault_table(run))),
+        Section("time", "Over time", _parts(timeline.series(run) if run.steps and len(run.steps["step"]) else None, changes.fault_table(run), changes.release_table(run))),
     ]
     if spikes:
         tables = [headline.cause_table(metric, rows) for metric, rows in spikes.items()]

@@ -1,4 +1,4 @@
-"""What happened to the fleet while it served: faults and how long it took to recover, and how many replicas were in service."""
+"""What happened to the fleet while it served: faults and the recovery from them, replicas in service, and how a release went."""
 
 from __future__ import annotations
 
@@ -71,3 +71,27 @@ def fault_table(run: RunData) -> Table | None:
     rows = [[_WORDS[fault["kind"]], _where(fault), f"{fault['at_s']:,.1f}", recovery(fault)] for fault in faults]
     title = f"Faults; {fleet['retried']:,} requests were tried again, {fleet['failed']:,} failed"
     return Table(title, ["fault", "where", "at, s", "objectives met again after"], rows, words=2)
+
+
+def release_table(run: RunData) -> Table | None:
+    """The stages of a release: what the users of both variants saw, and why it went on or ended."""
+    release = find(run.summary, "rollout")
+    if not release:
+        return None
+    outcome = {"promoted": "promoted", "rolled_back": "rolled back"}.get(release["outcome"], "unfinished")
+    ended = f" after {release['ended_s']:,.0f} s" if release["ended_s"] is not None else ""
+
+    def both(stage: dict[str, Any], metric: str) -> str:
+        return " / ".join(
+            number(None if p99 is None else p99 * 1e3) for p99 in (stage[who][metric]["p99"] for who in ("candidate", "baseline"))
+        )
+
+    rows = [
+        [
+            stage["name"], f"{stage['share']:.0%}", f"{stage['from_s']:,.0f} to {stage['to_s']:,.0f}", " / ".join(f"{stage[who]['outcomes']:,}" for who in ("candidate", "baseline")),
+            both(stage, "ttft_s"), both(stage, "tpot_s"), "passed" if stage["passed"] else stage["reason"],
+        ]
+        for stage in release["stages"]
+    ]  # fmt: skip
+    columns = ["stage", "share", "seconds", "answers", "TTFT p99, ms", "TPOT p99, ms", "outcome"]
+    return Table(f"Release, candidate / baseline: {outcome}{ended}", columns, rows, text=1) if rows else None
