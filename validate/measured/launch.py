@@ -7,8 +7,8 @@ A row states engine, LLM, GPUs, lengths and users. The rest is taken from what i
   1 x the nominal lengths.
 * AIConfigurator (NVIDIA): its generator launches the servers that it benchmarks (``generator/rule_plugin/benchmark/*.rule``) with
   prompt + 1500 tokens a step, and beside them one for each of the ``max_batch_size`` (default 128) sequences under vLLM and TensorRT-LLM;
-  with SGLang's mixed chunks, which its template can pass from SGLang 0.5.6 on; with TensorRT-LLM's overlap scheduler; and an FP8
-  checkpoint with FP8 KV entries. It asks ten times as many requests as users, all of one length.
+  with SGLang's mixed chunks, whose option its template for 0.5.1 misspells (those servers prefill first, SGLang's default); with
+  TensorRT-LLM's overlap scheduler; and an FP8 checkpoint with FP8 KV entries. It asks ten times as many requests as users, all of one length.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serving.catalog import Gpu
 
 DEFAULT_SEQS = 128  # of the generator
 PROMPT_ROOM = 1500  # tokens a step above one prompt
-MIXED_CHUNKS_SINCE = (0, 5, 6)  # SGLang; the template before it spells an option that SGLang does not have
+MIXED_CHUNKS_SINCE = (0, 5, 3)  # SGLang
 
 
 @dataclass(frozen=True, slots=True)
