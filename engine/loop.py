@@ -84,7 +84,7 @@ class Loop:
 
         def arrive(_: object) -> None:
             request = submission.request._replace(arrival_s=self.env.now)
-            self._submit(submission._replace(request=request))
+            self.submit_prompt(submission._replace(request=request))
 
         self.env.hand_in(arrive)
 
@@ -108,7 +108,7 @@ class Loop:
 
     def submit(self, request: Request, output_tokens: int) -> None:
         """Queue a request of a scenario now: its prompt is made up, its length is pinned."""
-        self._submit(Submission(request, [], output_tokens))
+        self.submit_prompt(Submission(request, [], output_tokens))
 
     def drop(self, request_id: int) -> None:
         """Abort a request now."""
@@ -122,7 +122,8 @@ class Loop:
             self._observer.aborted(request_id)
         self._leave(Left(seq.request, seq, now_s, "aborted"))
 
-    def _submit(self, submission: Submission) -> None:
+    def submit_prompt(self, submission: Submission) -> None:
+        """Queue a request with its prompt now."""
         request, now_s = submission.request, self.env.now
         self._events += 1
         seq = self.scheduler.submit(request, now_s)

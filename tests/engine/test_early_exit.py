@@ -40,8 +40,9 @@ def leaving(shape, exits: EarlyExit, seed=3, **options) -> Runner:
     return Runner(shape, weights, RunnerOptions(**sizes), exits=exits)
 
 
-@pytest.mark.parametrize("name", ["plain", "bias and qk norm", "layers share", "experts"])
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "torch") for name in ("plain", "bias and qk norm", "layers share", "experts")), ("bias and qk norm", "triton")]
+)
 def test_chunks_mixtures_and_preemptions_give_a_plain_forward_pass_with_the_same_gates(name, backend):
     shape = {"plain": DEEP, "bias and qk norm": replace(DEEP, qkv_bias=True, qk_norm=True),
              "layers share": replace(DEEP, kv_owners=(0, 1, 1, 1, 4)), "experts": replace(DEEP, experts=4, experts_per_token=2, expert_intermediate=24)}[name]  # fmt: skip

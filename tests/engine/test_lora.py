@@ -196,7 +196,7 @@ def test_four_slots_take_all_but_the_requests_of_a_fifth_adapter():
     loop = build_loop(spec, build_engine(spec, Choices(device="cpu")), ReportedClock(), observer=Told())
     queue = [*[""] * 3, "A1", "A3", "A2", "A4", *["A5"] * 4, "", "", "A1", "A2", "A3"]
     for one, name in enumerate(queue):
-        loop._submit(Submission(Request(one, 0.0, 5, 6, adapter=name), [3, 1, 4, 1, 5], output_tokens=6))
+        loop.submit_prompt(Submission(Request(one, 0.0, 5, 6, adapter=name), [3, 1, 4, 1, 5], output_tokens=6))
     loop.run()
     assert len(plans[0]) == 12 and "A5" not in [name for _, name in plans[0]]
     assert [name for plan in plans[1:] for _, name in plan] == ["A5"] * 4
