@@ -52,6 +52,9 @@ EFFECTS = {
         "eight slots": (), "a blocked head blocks": ("adapters.max_bypasses=0",)}),
     "B2": Effect("kv-offload", (*LATENCY, "prefix_cache_hit_rate"), {
         "host tier": (), "none": ("kv_cache.tiers=[]",), "never read back": ("policy.reload=never",)}),
+    "B2-heat": Effect("page-heat", ("prefix_cache_hit_rate", "ttft_s.mean", "ttft_s.p99", "slo_attainment.overall"), {
+        "by heat": (), "least recently used": ("kv_cache.eviction=lru",), "no tier": ("kv_cache.tiers=[]",),
+        "64 GiB, by heat": ("kv_cache.tiers.0.gib=64.0",), "64 GiB, LRU": ("kv_cache.tiers.0.gib=64.0", "kv_cache.eviction=lru")}),
     "B3": Effect("stage-cache", ("stages.0.time_s.mean", "stages.0.time_s.p99", "stages.0.cache.hit_rate", "ttft_s.mean", "ttft_s.p99"), {
         "predicted": (), "always": ("stages.0.cache.branch=always",), "never": ("stages.0.cache.branch=never",)}),
     "B4": Effect("retrieval-cache", ("stages.0.time_s.mean", "stages.0.requests", "stages.0.served", *(f"stages.0.retrieval.{tier}.hit_rate" for tier in ("answers", "results", "texts")),

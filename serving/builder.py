@@ -56,6 +56,8 @@ class PlanBuilder:
     def begin(self, now_s: float) -> BatchPlan:
         """Start an empty plan."""
         scheduler = self.scheduler
+        if self.pool.lower is not None:
+            self.pool.lower.landed()
         if scheduler.flight.count:
             scheduler.drain_capped()
         self.now_s = now_s

@@ -6,15 +6,17 @@ sequence finds its own pages again: swapping is this cache applied to content th
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from serving import policies
 from serving.errors import InputError
+from serving.policies.eviction.lru import Lru
 
 if TYPE_CHECKING:
     from serving.catalog import Gpu
+    from serving.policies.protocols import Eviction
     from serving.scenario.model import KvCache
 
 
@@ -38,21 +40,18 @@ class TierSpec:
 
 
 class LowerTiers:
-    """The tiers below the GPU, nearest first. ``heat`` counts the uses of a page (0 to 255, halved when all cool down).
+    """The tiers below the GPU, nearest first. A tier that is full passes a page down, or forgets it, as ``eviction`` says.
 
-    A tier that is full passes down, or forgets, the coldest of its oldest ``LOOK`` pages, so that a page that is used again and
-    again outlives a long prompt that is read once. Pinned pages are never passed down.
+    A pinned page stays in the tier where it is. Where all must stay, the page that comes is passed down instead.
     """
 
-    LOOK = 8
-    HOTTEST = 255
-
-    def __init__(self, specs: Iterable[TierSpec], block_bytes: float) -> None:
+    def __init__(self, specs: Iterable[TierSpec], block_bytes: float, eviction: Eviction | None = None) -> None:
         self.specs = tuple(specs)
+        self.eviction = eviction or Lru()
         self.block_bytes = block_bytes  # of a page, on one GPU
-        self._pages: list[OrderedDict] = [OrderedDict() for _ in self.specs]
-        self._heat: dict = {}
+        self._pages: list[set] = [set() for _ in self.specs]
         self._pinned: set = set()
+        self._reading: list = []  # pinned because the plan being made reads them back
         self.stored = [0] * len(self.specs)  # pages written to each tier so far
         self.loaded = [0] * len(self.specs)  # pages read from each tier so far
         self.forgotten = 0  # pages that left the last tier
@@ -81,42 +80,48 @@ class LowerTiers:
             if any(key in pages for pages in self._pages):
                 return  # a nearer tier has taken it in again
             self.forgotten += 1
-            self._heat.pop(key, None)
+            self.eviction.forgotten(key)
             if self.names:
                 self.moves.append(Move("forget", key, 0))
             return
-        pages = self._pages[tier]
+        pages, policy, victim = self._pages[tier], self.eviction, None
         if key in pages:
-            pages.move_to_end(key)
+            if key not in self._pinned:  # it is the newest again
+                policy.left(tier, key)
+                policy.stored(tier, key)
             return
-        pages[key] = None
-        self._heat.setdefault(key, 0)
+        if len(pages) >= self.specs[tier].blocks:
+            victim = policy.victim(tier)
+            if victim is None:  # all must stay
+                self._put(tier + 1, key)
+                return
+            policy.left(tier, victim)
+            pages.remove(victim)
+        pages.add(key)
         self.stored[tier] += 1
-        if len(pages) > self.specs[tier].blocks:
-            victim = self._coldest(pages)
-            del pages[victim]
-            if not any(victim in lower for lower in self._pages[tier + 1 :]):
-                self._put(tier + 1, victim)
-
-    def _coldest(self, pages: OrderedDict) -> object:
-        best, coldest = None, self.HOTTEST + 1
-        for seen, key in enumerate(pages):
-            if key in self._pinned:
-                continue
-            heat = self._heat.get(key, 0)
-            if heat < coldest:
-                best, coldest = key, heat
-            if seen + 1 >= self.LOOK and best is not None:
-                break
-        return next(iter(pages)) if best is None else best
+        if key not in self._pinned:
+            policy.stored(tier, key)
+        if victim is not None and not any(victim in lower for lower in self._pages[tier + 1 :]):
+            self._put(tier + 1, victim)
 
     def pin(self, keys: Iterable) -> None:
         """Keep these pages wherever they are until ``unpin``."""
-        self._pinned.update(keys)
+        for key in keys:
+            if key not in self._pinned:
+                self._pinned.add(key)
+                for tier in self._tiers_of(key):
+                    self.eviction.left(tier, key)
 
     def unpin(self, keys: Iterable) -> None:
         """Let these pages move again."""
-        self._pinned.difference_update(keys)
+        for key in keys:
+            if key in self._pinned:
+                self._pinned.remove(key)
+                for tier in self._tiers_of(key):
+                    self.eviction.stored(tier, key)
+
+    def _tiers_of(self, key: object) -> list[int]:
+        return [tier for tier, pages in enumerate(self._pages) if key in pages]
 
     def find(self, keys: tuple, first: int, limit: int) -> list[int]:
         """Pages by tier that continue a prefix whose first ``first`` pages are on the GPU, up to ``limit`` pages in all."""
@@ -129,22 +134,22 @@ class LowerTiers:
         return found
 
     def load(self, keys: Iterable) -> None:
-        """Pages are read back to the GPU: they become the most recent of their tier, and hotter."""
+        """Pages are read back to the GPU by the step being planned: none of them leaves before that has happened."""
         for key in keys:
-            for tier, pages in enumerate(self._pages):
-                if key in pages:
-                    pages.move_to_end(key)
-                    self.loaded[tier] += 1
-                    break
-            heat = self._heat.get(key, 0)
-            if heat == self.HOTTEST:
-                self._cool()
-                heat = self.HOTTEST // 2
-            self._heat[key] = heat + 1
+            tiers = self._tiers_of(key)
+            self.loaded[tiers[0]] += 1
+            if key not in self._pinned:
+                self._pinned.add(key)
+                self._reading.append(key)
+                for tier in tiers:
+                    self.eviction.left(tier, key)
+            self.eviction.used(key)
 
-    def _cool(self) -> None:
-        for key in self._heat:
-            self._heat[key] //= 2
+    def landed(self) -> None:
+        """What was being read has been: those pages may leave again, as the newest."""
+        if self._reading:
+            reading, self._reading = self._reading, []
+            self.unpin(reading)
 
     def load_s(self, found: Iterable[int]) -> float:
         """Seconds to read ``found`` pages by tier, one tier after the other (they end on the same link to the GPU)."""
@@ -155,11 +160,9 @@ class LowerTiers:
         return len(self._pages[tier])
 
     def check(self) -> None:
-        """Raise AssertionError when a tier holds more than it can, or a page is known to be warm that is nowhere."""
+        """Raise AssertionError when a tier holds more than it can."""
         for spec, pages in zip(self.specs, self._pages):
             assert len(pages) <= spec.blocks, f"{spec.name} holds {len(pages)} of {spec.blocks} pages"
-        everywhere = set().union(*self._pages)
-        assert set(self._heat) <= everywhere, "heat is kept for pages that are gone"
 
 
 def build_tiers(cache: KvCache, gpu: Gpu, kv_bytes_per_token: float) -> LowerTiers | None:
@@ -178,4 +181,5 @@ def build_tiers(cache: KvCache, gpu: Gpu, kv_bytes_per_token: float) -> LowerTie
         read = tier.read_bytes_per_s or link.bytes_per_s * link.efficiency
         latency_s = link.latency_s if tier.latency_s is None else tier.latency_s
         specs.append(TierSpec(tier.name, blocks, read, tier.write_bytes_per_s or read, latency_s))
-    return LowerTiers(specs, block_bytes)
+    chosen = cache.eviction
+    return LowerTiers(specs, block_bytes, policies.load("eviction", chosen.name, chosen.options, where=chosen.where))

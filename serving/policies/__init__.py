@@ -38,6 +38,7 @@ KINDS: dict[str, tuple[str, ...]] = {  # kind -> the methods that a policy of th
     "branch": ("cached", "observe"),
     "kv_reuse": ("owners",),
     "recompile": ("recompile",),
+    "eviction": ("stored", "used", "left", "forgotten", "victim"),
 }
 
 

@@ -72,6 +72,25 @@ class Reload(Protocol):
         """Decide for ``tokens`` tokens that take ``load_s`` seconds to read."""
 
 
+class Eviction(Protocol):
+    """Which KV page leaves a tier below the GPU that is full. Pages go by their content key, tiers by number, the nearest being 0."""
+
+    def stored(self, tier: int, key: object) -> None:
+        """A page that may leave is in a tier from now on."""
+
+    def used(self, key: object) -> None:
+        """A page is read back to the GPU; it cannot leave meanwhile and is stored anew, where it is, once it has been."""
+
+    def left(self, tier: int, key: object) -> None:
+        """It may not leave any more, because it has left or is pinned."""
+
+    def forgotten(self, key: object) -> None:
+        """It is in no tier any more."""
+
+    def victim(self, tier: int) -> object | None:
+        """One of those that may leave; None when all must stay."""
+
+
 class Speculation(Protocol):
     """How many draft tokens each decode verifies beside its next token."""
 

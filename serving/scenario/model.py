@@ -152,6 +152,9 @@ class KvCache(BaseModel):
     prefix_caching: Switch = True
     blocks: Annotated[Count | None, Field(description="blocks per replica, the reserved one included; overrides the memory model")] = None
     tiers: Annotated[tuple[KvTier, ...], Field(description="where evicted pages go, nearest first")] = ()
+    eviction: Annotated[spec_field("kv_cache.eviction"), Field(description="which page leaves a tier that is full")] = PolicySpec(
+        name="lru", where="kv_cache.eviction"
+    )
     dtype: Annotated[KvDtype, Field(description="of the KV entries; auto: as the weights compute")] = "auto"
     layer_reuse: Annotated[LayerReuse | None, Field(description="layers that read the KV entries of an earlier, similar one")] = None
 
