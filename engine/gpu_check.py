@@ -116,28 +116,39 @@ def run_kernels(report: Report, device: Any, seed: int, small: bool) -> None:
 
 
 def run_steps(report: Report, device: Any, seed: int, small: bool) -> None:
-    """Whole decode steps, by graph and eagerly."""
+    """Whole decode steps, by graph and eagerly; then decodes and a prompt on two streams."""
     import torch
 
     from engine.architecture import from_llm, scaled_down
-    from engine.gpu import speed, steps
+    from engine.gpu import overlap, speed, steps
     from engine.gpu.timing import copy_bytes_per_s
     from engine.loader import random_weights
     from serving.catalog import load_llm
 
+    shape = from_llm(load_llm("llama-3.1-8b"))
+    if small:
+        shape = scaled_down(shape, layers=2, hidden=128, vocab=256, max_model_len=512)
+    repeats = 3 if small else 30
+
+    def weights() -> Any:
+        return random_weights(shape, seed, device=device, dtype=torch.float32 if device.type == "cpu" else torch.bfloat16)
+
     def measure() -> list[dict[str, Any]]:
-        shape = from_llm(load_llm("llama-3.1-8b"))
-        if small:
-            shape = scaled_down(shape, layers=2, hidden=128, vocab=256, max_model_len=512)
-        weights = random_weights(shape, seed, device=device, dtype=torch.float32 if device.type == "cpu" else torch.bfloat16)
         cases = ((1, 32), (3, 32)) if small else ((1, 1024), (8, 1024), (64, 1024), (64, 4096), (64, 8192), (128, 1024))
         rate = copy_bytes_per_s(device, (speed.SMALL if small else speed.LARGE).copy_bytes)
-        return list(steps.decode_steps(shape, weights, cases, rate, repeats=3 if small else 30))
+        return list(steps.decode_steps(shape, weights(), cases, rate, repeats=repeats))
 
     for row in report.part("decode_steps", measure) or ():
         say(
             f"{row['path']:<6} batch {row['batch']:>4} context {row['context']:>6}: step {row['step_s'] * 1e3:8.3f} ms, device {row['device_s'] * 1e3:8.3f} ms, "
             f"roofline {row['floor_s'] * 1e3:8.3f} ms ({row['of_roofline']:.0%})"
+        )
+    steps.free_memory(device)
+    cases = ((2, 32, 16),) if small else ((64, 1024, 512), (64, 4096, 512), (64, 1024, 2048), (128, 1024, 512))
+    for row in report.part("two_streams", lambda: list(overlap.overlaps(shape, weights(), cases, repeats=repeats))) or ():
+        say(
+            f"{row['batch']:>4} decodes of {row['context']} {row['decodes_s'] * 1e3:8.3f} ms, prompt of {row['prompt']} {row['prompt_s'] * 1e3:8.3f} ms, in one batch "
+            f"{row['together_s'] * 1e3:8.3f} ms, on two streams {row['beside_s'] * 1e3:8.3f} ms ({row['lost']:.0%} of the overlap lost)"
         )
 
 

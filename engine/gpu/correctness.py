@@ -10,11 +10,12 @@ from torch import Tensor
 
 from engine.architecture import Architecture
 from engine.gpu.timing import relative_error
-from engine.kernels import decode_attention, pointwise, prefill_attention, reference
+from engine.kernels import chosen, decode_attention, pointwise, prefill_attention, reference
 from engine.kernels.interpreting import INTERPRETING
 from engine.loader import random_weights
 from engine.runner import Runner, RunnerOptions
 from engine.step import SequenceInput, StepInput
+from engine.two_streams import TwoStreams
 
 #: Relative errors that rounding explains; beyond them a kernel is wrong.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1.5e-2}
@@ -151,32 +152,61 @@ def check_pointwise(device: torch.device, g: torch.Generator, dtype: torch.dtype
     yield Check("kv_write", shape, 0.0 if same else float("inf"), 0.0)
 
 
+def check_chosen(device: torch.device, g: torch.Generator, dtype: torch.dtype, rows: int, width: int) -> Iterator[Check]:
+    """Rows that choose their matrix: adapters by slot and experts by a router, some rows choosing nothing."""
+    slots, rank, limit = 7, 16, TOLERANCE[dtype]
+    widths = (width, width // 4, width // 4)
+
+    def normal(*size: int) -> Tensor:
+        return (torch.randn(*size, generator=g, device=device) * size[-1] ** -0.5).to(dtype)
+
+    x, y = normal(rows, width) * width**0.5, normal(rows, sum(widths))
+    a, b = normal(slots, 3 * rank, width), normal(slots, sum(widths), rank)
+    adapters = torch.randint(-1, slots, (rows,), generator=g, device=device, dtype=torch.int32)
+    expected, found = y.double(), y.clone()
+    reference.add_adapters(expected, x.double(), a.double(), b.double(), widths, adapters)
+    chosen.add_adapters(found, x, a, b, widths, adapters)
+    yield Check("adapters", f"{rows} x {width} of {slots} {_short(dtype)}", relative_error(found, expected), limit)
+    gate_up, down = normal(slots, width, width), normal(slots, width, width // 2)
+    choice = torch.rand(rows, slots, generator=g, device=device).topk(2).indices
+    choice[torch.rand(rows, 2, generator=g, device=device) < 0.2] = -1
+    share = torch.rand(rows, 2, generator=g, device=device).masked_fill(choice < 0, 0).to(dtype)
+    expected = reference.experts(x.double(), gate_up.double(), down.double(), choice, share.double(), fixed=False)
+    found = chosen.experts(x, gate_up, down, choice, share, fixed=False)
+    yield Check("experts", f"{rows} x {width} of {slots} {_short(dtype)}", relative_error(found, expected), 2 * limit)
+
+
 def check_engine(device: torch.device, seed: int, steps: int) -> Check:
     """Greedy tokens of a small float32 network: Triton kernels and captured graphs against torch, run eagerly."""
     shape = Architecture(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=300, max_model_len=256)
     weights = random_weights(shape, seed, device=device, dtype=torch.float32)
     texts = []
     for attention, ops, sizes in (("triton", "triton", (1, 2, 4)), ("torch", "torch", ())):
+        # The first also runs prompts and decodes of one step on two streams.
         options = RunnerOptions(blocks=64, max_seqs=4, max_batch_tokens=128, graph_sizes=sizes, attention=attention, ops=ops, seed=seed)
         runner = Runner(shape, weights, options)
+        runner = TwoStreams(runner) if sizes else runner
         runner.warm_up()
         texts.append(_greedy(runner, [list(range(2, 2 + n)) for n in (33, 5, 18)], steps))
     wrong = sum(a != b for left, right in zip(*texts) for a, b in zip(left, right))
     return Check("engine, triton and graphs", f"3 x {steps} greedy tokens", wrong / (3 * steps), 0.0)
 
 
-def _greedy(runner: Runner, prompts: list[list[int]], steps: int) -> list[list[int]]:
+def _greedy(runner: Runner | TwoStreams, prompts: list[list[int]], steps: int) -> list[list[int]]:
+    """Each prompt begins a step after the one before it, beside its decodes."""
     width = runner.options.block_tokens
     tables = [list(range(1 + 8 * one, 9 + 8 * one)) for one in range(len(prompts))]
     texts: list[list[int]] = [[] for _ in prompts]
-    for step in range(steps):
-        batch = []
-        for one, prompt in enumerate(prompts):
-            start = 0 if not step else len(prompt) + step - 1
-            tokens = prompt if not step else [texts[one][-1]]
+    for step in range(steps + len(prompts) - 1):
+        batch, running = [], [one for one in range(len(prompts)) if one <= step < one + steps]
+        for one in running:
+            begun = len(texts[one])
+            start = len(prompts[one]) + begun - 1 if begun else 0
+            tokens = texts[one][-1:] or prompts[one]
             batch.append(SequenceInput(one, tokens, start, tables[one][: -(-(start + len(tokens)) // width)]))
-        out = runner.execute(StepInput(batch))
-        for one in range(len(prompts)):
+        decodes = sum(len(texts[one]) > 0 for one in running)
+        out = runner.execute(StepInput(batch, beside=decodes if 0 < decodes < len(batch) else None))
+        for one in running:
             texts[one].append(out.tokens[one][0])
     return texts
 
@@ -190,6 +220,7 @@ def checks(device: torch.device, seed: int, *, small: bool) -> Iterator[Check]:
         yield check_prefill(shape, device, g)
     for dtype in TOLERANCE:
         yield from check_pointwise(device, g, dtype, *((5, 128) if small else (257, 4096)))
+        yield from check_chosen(device, g, dtype, *((5, 64) if small else (257, 2048)))
     yield check_engine(device, seed, 2 if INTERPRETING else 24)
 
 

@@ -15,6 +15,7 @@ from engine.kv_cache import block_bytes, free_bytes
 from engine.model import DecoderWeights
 from engine.runner import Runner, RunnerOptions
 from engine.step import SequenceInput, StepInput
+from engine.two_streams import TwoStreams
 from serving.memory import blocks_for
 
 BLOCK_TOKENS = 16
@@ -50,7 +51,7 @@ def decode_steps(
         runner.warm_up()
         for batch, context in fitting:
             step = StepInput(decode_step(batch, context).sequences, tuple(range(seqs)))
-            whole, on_device = _time(runner, step, repeats)
+            whole, on_device = time_steps(runner, step, repeats)
             low = floor_s(shape, batch, context, dtype.itemsize, bytes_per_s)
             yield {
                 "path": path, "batch": batch, "context": context, "step_s": whole, "device_s": on_device, "floor_s": low, "of_roofline": low / whole,
@@ -67,9 +68,9 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _time(runner: Runner, step: StepInput, repeats: int) -> tuple[float, float]:
+def time_steps(runner: Runner | TwoStreams, step: StepInput, repeats: int) -> tuple[float, float]:
     """Median seconds between successive steps, and of the device in a step."""
-    again = StepInput(step.sequences)
+    again = StepInput(step.sequences, beside=step.beside)
     runner.execute(step)
     runner.execute(again)
     whole, device_s = [], []

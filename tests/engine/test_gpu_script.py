@@ -25,10 +25,12 @@ def test_kernels_and_steps(tmp_path, capsys):
     found = result_of(tmp_path)
     assert found["facts"]["seed"] == 5 and "nothing failed" in capsys.readouterr().out
     kernels = {one["kernel"] for one in found["correctness"]}
-    assert {"decode_attention", "prefill_attention", "add_rmsnorm", "silu_mul", "rope", "kv_write", "engine, triton and graphs"} <= kernels
+    assert {"decode_attention", "prefill_attention", "add_rmsnorm", "silu_mul", "rope", "kv_write", "adapters", "experts", "engine, triton and graphs"} <= kernels
     assert all(one["passed"] for one in found["correctness"])
     assert found["ceilings"]["copy_bytes_per_s"] > 0 and found["decode_sweep"][0]["seconds"] > 0
     assert {(row["path"], row["batch"]) for row in found["decode_steps"]} == {("graph", 1), ("graph", 3), ("eager", 1), ("eager", 3)}
+    overlap = found["two_streams"][0]
+    assert overlap["beside_s"] > 0 and overlap["lost"] == pytest.approx((overlap["beside_s"] - max(overlap["decodes_s"], overlap["prompt_s"])) / min(overlap["decodes_s"], overlap["prompt_s"]))
 
 
 def test_profile_serve_calibrate_predict(tmp_path, monkeypatch, capsys):
