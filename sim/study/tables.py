@@ -16,6 +16,7 @@ _SWEEP = (  # column of the table, heading, factor, decimals of a small figure
     ("usd_per_million_output_tokens", "$/M out", 1.0),
 )  # fmt: skip
 _ROWS = 200
+_WIDEST_WHOLE = 26  # a column so wide or narrower is never cut
 
 
 def figure(value: float | None) -> str:
@@ -73,25 +74,47 @@ def _figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def write(file: IO[str], lines: Sequence[str], header: Sequence[str], body: Sequence[Sequence[str]], *, words: int) -> None:
-    """A heading and a table, if it has rows: plain ASCII as wide as it needs to be where ``file`` is no terminal."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
+    """A heading and a table, if it has rows: plain ASCII as wide as it needs to be where ``file`` is no terminal.
 
-    plain = not file.isatty()
-    console = console_for(file, 400 if plain else None)
-    table = Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
-    for index, title in enumerate(header):
-        table.add_column(escape(title), justify="left" if index < words else "right", no_wrap=plain)
-    for row in body:
-        table.add_row(*map(escape, row))
+    On a terminal headings are wrapped where that makes it fit; if nothing does, the last columns of figures are left out and named.
+    """
+    from rich.markup import escape
+
+    console = console_for(file, 400 if not file.isatty() else None)
+    kept = len(header)
+    if file.isatty() and body:
+        while kept > words + 1 and sum(_least_widths(header[:kept], body)) + 2 * kept > console.width:
+            kept -= 1
     with console.capture() as printed:
         for line in lines:
             console.print(escape(line), highlight=False)
         if body:
             console.print()
-            console.print(table)
+            console.print(_grid(header[:kept], [row[:kept] for row in body], words, None if not file.isatty() else console.width))
+        if kept < len(header):
+            console.print(f"[dim]no room for {escape(', '.join(header[kept:]))} (--json has all)[/dim]", highlight=False)
     file.writelines(line.rstrip() + "\n" for line in printed.get().splitlines())
+
+
+def _grid(header: Sequence[str], body: Sequence[Sequence[str]], words: int, width: int | None) -> Any:
+    """The table itself; ``width``: of the terminal, None where there is none."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    crowded = width is not None and _natural_width(header, body) > width
+    table = Table(box=None if width is None else box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1 if crowded else 2, 0, 0), show_edge=False)
+    for index, (title, least) in enumerate(zip(header, _least_widths(header, body))):
+        side = "left" if index < words else "right"
+        table.add_column(escape(title), justify=side, no_wrap=width is None, overflow="fold", width=least if crowded else None)
+    for row in body:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _least_widths(header: Sequence[str], body: Sequence[Sequence[str]]) -> list[int]:
+    """What each column takes if its heading is wrapped between words, and its cells only where they are long."""
+    return [min(max(map(len, (*cells, *title.split()))), _WIDEST_WHOLE) for title, cells in zip(header, zip(*body))]
 
 
 def print_plan(plan: Mapping[str, Any], file: IO[str]) -> None:

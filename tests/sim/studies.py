@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +57,14 @@ def stumble(value: int) -> int:
 
 def collector(_: int) -> list:
     return [gc.isenabled(), *gc.get_threshold(), gc.get_freeze_count() > 0]
+
+
+class Terminal(io.StringIO):
+    """A terminal; its width is what the environment says in COLUMNS."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        """What is on it, without colours."""
+        return re.sub(r"\x1b\[[0-9;]*m", "", self.getvalue()).splitlines()

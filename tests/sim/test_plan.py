@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import math
-import re
 
 import numpy as np
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from studies import PLAN, SMALL, planned
+from studies import PLAN, SMALL, Terminal, planned
 
 import twinserve
 from serving.errors import InputError
@@ -82,19 +80,12 @@ def test_workers_do_not_matter(made):
     assert json.dumps(plan_of(planned(), jobs=2)) == json.dumps(made)
 
 
-class Terminal(io.StringIO):
-    """A terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("columns", [80, 100, 240])
 def test_no_word_is_cut_at_any_width_of_the_terminal(made, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     shown = Terminal()
     print_plan(made, shown)
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()
+    lines = shown.lines()
     assert max(map(len, lines)) <= columns and not any("\u2026" in line for line in lines)
     feasible = [row["name"] for row in made["plans"] if row["feasible"]]
     assert all(sum(name in line for line in lines) for name in feasible)

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import yaml
-from studies import SMALL
+from studies import SMALL, Terminal
 
 import twinserve
 from serving.errors import InputError
@@ -17,6 +17,7 @@ from sim.run import simulate
 from sim.study.executors import open_pool
 from sim.study.points import Points
 from sim.study.sweep import columns_of, flat, points_of, run_sweep, write_tables
+from sim.study.tables import write
 from sim.study.vary import Dimension, dimension, grid, listed_points, random_points, split_list
 
 BASE = from_mapping({**SMALL, "workload": {**SMALL["workload"], "requests": 60}})
@@ -106,6 +107,21 @@ def test_a_row_is_the_run_it_names_under_common_random_numbers():
     assert last == flat(alone)
     by_seed = {seed: {row["prompt_tokens_per_s"] * row["duration_s"] for row in done.rows if row["seed"] == seed} for seed in (5, 6)}
     assert all(max(tokens) - min(tokens) < 1e-6 * max(tokens) for tokens in by_seed.values()) and len(by_seed) == 2
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_a_narrow_terminal_leaves_figures_out_rather_than_cut_them(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = Terminal()
+    header = ["rate_rps", "ordering", "seed", "TTFT p99 ms", "goodput /s", "output tok/s", "in SLO %", "load", "$/M out"]
+    body = [["8", "shortest_job", "1", "86.1", "6.80", "1,566", "100", "0.16", "1.05"], ["40", "fcfs", "2", "121", "17.1", "3,933", "100", "0.78", "0.42"]]
+    write(shown, ["a sweep"], header, body, words=3)
+    lines = shown.lines()
+    assert max(map(len, lines)) <= columns and not any("\u2026" in line for line in lines)
+    left_out = " ".join(lines).partition("no room for ")[2]
+    kept = [index for index, title in enumerate(header) if title not in left_out]
+    assert [line.split() for line in lines if "shortest_job" in line] == [[body[0][index] for index in kept]]
+    assert (len(kept) == len(header)) == (columns > 60) and kept == list(range(len(kept))), left_out
 
 
 def test_interrupted_and_resumed_equals_uninterrupted_byte_for_byte(tmp_path):

@@ -53,7 +53,7 @@ def _only(folders: list[Path], flag: str) -> Path:
 
 
 def _explain(folder: Path, metric: str, quantile: float, as_json: bool) -> None:
-    from sim.tables import console_for
+    from sim.study.tables import write as write_table
     from validate.explain import METRICS, explain_all
     from validate.report.headline import cause_table
     from validate.run_data import read_run
@@ -67,22 +67,10 @@ def _explain(folder: Path, metric: str, quantile: float, as_json: bool) -> None:
         rows = {name: [cause._asdict() for cause in ranked] for name, ranked in causes.items()}
         sys.stdout.write(json.dumps({"quantile": quantile, "metrics": rows}, indent=2) + "\n")
         return
-    console = console_for(sys.stdout)
     for name, ranked in causes.items():
-        console.print(_terminal_table(cause_table(name, ranked), plain=not console.is_terminal))
-        console.print()
-
-
-def _terminal_table(table, plain: bool):
-    from rich import box
-    from rich.table import Table
-
-    shown = Table(title=table.title, title_justify="left", box=None if plain else box.SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(table.columns):
-        shown.add_column(name, justify="left" if index < table.words else "right", no_wrap=True)
-    for row in table.rows:
-        shown.add_row(*row)
-    return shown
+        table = cause_table(name, ranked)
+        write_table(sys.stdout, [table.title], table.columns, table.rows, words=table.words)
+        sys.stdout.write("\n")
 
 
 def prove(
