@@ -48,7 +48,8 @@ def _subtitle(run: RunData) -> str:
     gpu = gpu or run.facts.get("device", "unknown hardware")
     pools = [f"{pool['replicas']} \u00d7 {pool.get('gpu') or gpu} for {pool['role']}" for pool in find(scenario, "cluster.pools") or ()]
     most = find(scenario, "cluster.autoscaling.maximum")
-    fleet = f"{find(scenario, 'llm', 'unnamed model')} on {' and '.join(pools) or f'{replicas or 1} ' + (f'to {most} ' if most else '') + f'{chr(215)} {gpu}'}"
+    hardware = " and ".join(pools) or f"{replicas or 1}{f' to {most}' if most else ''} \u00d7 {gpu}"
+    fleet = f"{find(scenario, 'llm', 'unnamed model')} on {hardware}"
     batching = find(scenario, "policy.batching.name") or find(scenario, "policy.batching")
     ordering = find(scenario, "policy.ordering.name") or find(scenario, "policy.ordering")
     words = [fleet + (f", tensor parallel {tp}" if tp and tp > 1 else ""), f"{run.summary['requests']['arrived']:,} requests in {run.summary['duration_s']:,.0f} s"]
