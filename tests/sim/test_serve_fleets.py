@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ pytest.importorskip("starlette", reason="the extra 'serve' is not installed")
 from asgi import Call
 
 from serving.clients import OpenLoop
+from serving.errors import InputError
 from serving.http.app import build_app
 from serving.http.backend import Generation
 from serving.request import Arrival, Request
-from serving.scenario import Scenario, from_mapping
+from serving.scenario import Scenario, from_mapping, load
 from sim.attach import attach
 from sim.fleet import build_fleet, new_metrics, resolve_fleet
 from sim.live import LOST, SimBackend
@@ -311,3 +313,25 @@ def test_the_breaker_tells_when_it_closes_and_a_full_queue_says_nothing():
     shed = backend.submit(Generation([2] * 20, 2))
     backend.advance()
     assert shed.end.detail == "burn_rate" and 20.0 < shed.end.retry_after_s < 30.0 and math.isfinite(shed.end.retry_after_s)
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "scenarios").glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_scenario_is_served_or_says_why_not(file):
+    spec = load(str(file))
+    if spec.sites or spec.stages:
+        with pytest.raises(InputError, match="cannot be served live"):
+            SimBackend(spec)
+        return
+    clock = Hands()
+    backend = SimBackend(spec, clock=clock)
+    streams = []
+    for index in range(12):
+        clock.now_s += 0.05
+        backend.advance()
+        streams.append(backend.submit(Generation([index * 100 + position for position in range(50)], 20, ignore_eos=True)))
+    backend.abort(streams[-2].request_id)
+    clock.now_s += 300.0
+    backend.advance()
+    assert backend.streams.live == 0 and not backend._here
+    answered = [stream for index, stream in enumerate(streams) if index != 10]
+    assert {(stream.end.status, stream.count) for stream in answered} == {("length", 20)}
