@@ -239,6 +239,28 @@ def test_a_real_decoder_samples_by_seed_whoever_else_is_served():
     scene(backend, act)
 
 
+def test_drafts_change_no_answer_and_no_count_and_end_tokens_still_end():
+    drafting = {"speculation": {"policy": {"name": "fixed", "tokens": 4}, "acceptance": 0.5}}
+    answers = []
+    for parts in ({}, drafting):
+        spec = scenario(policy={"batching": {"max_batch_tokens": 64, "max_batch_seqs": 8}}, **parts)
+        backend = EngineBackend(spec, Engine(runner(TINY, blocks=200, block_tokens=16), 200, 256, TINY.vocab, "cpu"), ByteTokenizer(TINY.vocab))
+        said = []
+
+        async def act(app, said=said) -> None:
+            for stop in ([], [7, 11, 30]):
+                body = {"prompt": [5, 6, 5, 6, 5], "max_tokens": 60, "temperature": 0.6, "stop_token_ids": stop, "stream": True, "stream_options": {"include_usage": True}}
+                calls = [await Call(app, "/v1/completions", {**body, "seed": seed}).finished() for seed in range(4)]
+                said += [(call.text(), call.events()[-2]["usage"]["completion_tokens"]) for call in calls]
+
+        scene(backend, act)
+        answers.append(said)
+        steps = backend.scheduler.steps
+    assert answers[0] == answers[1]
+    assert {count for _, count in answers[0][:4]} == {60} and min(count for _, count in answers[0][4:]) < 60
+    assert steps < sum(count for _, count in answers[0])  # several tokens came together
+
+
 def test_both_sides_tell_the_same_metrics():
     def shape(backend) -> set[tuple[str, str]]:
         text = backend.streams.telemetry.render(backend.stats).decode()

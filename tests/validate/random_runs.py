@@ -73,16 +73,34 @@ def _workload(rng: np.random.Generator, requests: int, longest: int) -> dict[str
     return workload
 
 
-def serve(scenario: Scenario, rng: np.random.Generator, out: Path | None = None, *, aborts: bool = True, wall: bool = False, fault=None):
-    """Serve ``scenario`` on the stub, its step times drawn from ``rng``; returns the loop, drained and checked."""
+def with_more(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """The scenario with drafts, adapters or both, and now and then on two streams."""
+    raw = scenario.resolved()
+    drawn = rng.random()
+    if drawn < 0.7:
+        policies_ = [{"name": "fixed", "tokens": int(rng.integers(1, 9))}, {"name": "small_batch", "tokens": 4, "budget_tokens": int(rng.integers(4, 40))}]
+        raw["speculation"] = {"policy": policies_[int(rng.integers(2))], "acceptance": 0.5, "proposer": {"name": "prompt_lookup", "longest": 2}}
+        raw["policy"]["batching"]["max_in_flight"] = 1
+    if drawn > 0.4:
+        raw["adapters"] = {"slots": int(rng.integers(1, 4)), "rank": 4, "policy": str(rng.choice(policies.names("adapters"))), "max_bypasses": int(rng.integers(0, 9))}
+        raw["workload"]["adapters"] = {"count": int(rng.integers(2, 6)), "share": float(rng.uniform(0.3, 1.0))}
+    if rng.random() < 0.3 and raw["policy"]["batching"]["name"] == "chunked_prefill":
+        raw["policy"]["batching"]["name"] = "two_streams"
+    return from_mapping(raw)
+
+
+def serve(
+    scenario: Scenario, rng: np.random.Generator, out: Path | None = None, *, aborts: bool = True, wall: bool = False, fault=None, vocab: int = 1009
+):  # fmt: skip
+    """Serve ``scenario`` on the stub, its step times drawn from ``rng``; returns the loop, drained and checked. A small ``vocab`` repeats itself."""
     from engine.clocks import ReportedClock
     from engine.run import Engine, longest_sequence, serve_scenario
     from engine.stub_runner import StubRunner
 
     blocks = scenario.kv_cache.blocks
     longest = longest_sequence(scenario, blocks, 8192)
-    runner = StubRunner(scenario.kv_cache.block_tokens, lambda batch: float(rng.choice([0.01, rng.uniform(0.002, 0.03)])), fault=fault)
-    engine = Engine(runner, blocks, 2 * longest if wall else longest, 1009, "stub")
+    runner = StubRunner(scenario.kv_cache.block_tokens, lambda batch: float(rng.choice([0.01, rng.uniform(0.002, 0.03)])), fault=fault, vocab=vocab)
+    engine = Engine(runner, blocks, 2 * longest if wall else longest, vocab, "stub")
     loops = []
 
     def prepare(loop) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the engine's extra is not installed")
 
-from random_runs import SHIPPED, random_scenario, serve
+from random_runs import SHIPPED, random_scenario, serve, with_more
 
 from serving import policies
 from serving.errors import InputError
@@ -44,6 +44,21 @@ def test_recorded_durations_give_the_engines_instants_exactly(number, tmp_path):
     serve(scenario, rng, tmp_path / "run", aborts=False)
     assert differences(tmp_path / "run", stepwise=True) == []
     assert differences(tmp_path / "run", stepwise=False) == []
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_drafts_adapters_and_streams_replay_too(number, tmp_path):
+    scenario, rng = random_scenario(55_000 + number)
+    scenario = with_more(scenario, rng)
+    accepted = 0
+    for aborts in (True, False):
+        serve(scenario, rng, tmp_path / "run", aborts=aborts, vocab=3)
+        result = parity(tmp_path / "run")
+        assert result.differing_plans == 0, result.first_difference
+        accepted += sum(got > 1 for row in open_run(tmp_path / "run").plans["accepted"] for got in row)
+    assert differences(tmp_path / "run", stepwise=True) == []
+    assert differences(tmp_path / "run", stepwise=False) == []
+    assert accepted > 5 or scenario.speculation is None
 
 
 POLICIES = """
