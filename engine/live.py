@@ -18,6 +18,7 @@ from engine.messages import Left, Step, Submission
 from engine.run import Engine, build_loop
 from engine.sampling import SamplingParams
 from engine.step import StepInput
+from serving.adapters import served_names
 from serving.catalog import load_llm
 from serving.http.backend import Departure, Generation, ReplicaState, Tokenizer
 from serving.http.content_keys import content_keys
@@ -37,6 +38,7 @@ class EngineBackend:
     def __init__(self, scenario: Scenario, engine: Engine, tokenizer: Tokenizer, *, end_tokens: frozenset[int] = frozenset()) -> None:
         """``end_tokens`` end an answer unless the request ignores them. Raises InputError for policies that cannot be had."""
         self.llm = load_llm(scenario.llm).name
+        self.adapters = served_names(scenario)
         self.max_model_len = engine.max_model_len
         self.tokenizer = tokenizer
         self.streams = Streams(Telemetry(self.llm))
@@ -71,8 +73,8 @@ class EngineBackend:
             name = self._classes.get(generation.priority, "default")
             request = Request(
                 opened.request_id, opened.arrival_s, len(generation.prompt), generation.max_tokens, priority=generation.priority, class_name=name,
-                tenant=generation.tenant, prefix_hashes=content_keys(generation.prompt, cache.block_tokens) if cache.prefix_caching else (),
-                ttft_slo_s=self._scenario.slo.targets(name).ttft_s,
+                tenant=generation.tenant, ttft_slo_s=self._scenario.slo.targets(name).ttft_s, adapter=generation.adapter,
+                prefix_hashes=content_keys(generation.prompt, cache.block_tokens, generation.adapter) if cache.prefix_caching else (),
             )  # fmt: skip
             stops = generation.stop_token_ids if generation.ignore_eos else generation.stop_token_ids | self._end_tokens
             sampling = SamplingParams(generation.temperature, generation.top_p, generation.top_k, generation.seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.cli import Attention, Device, Dtype, Eager, Overrides, Scenario, Seed, Threads, Weights
+from engine.cli import Adapters, Attention, Device, Dtype, Eager, Overrides, Scenario, Seed, Threads, Weights
 from serving.errors import InputError
 from serving.http.command import Drain, Host, MaxWaiting, Port, TokenCache, serve_backend
 
@@ -14,6 +14,7 @@ def serve(
     device: Device = "auto",
     dtype: Dtype = "auto",
     weights: Weights = None,
+    adapters: Adapters = None,
     attention: Attention = None,
     eager: Eager = False,
     threads: Threads = 1,
@@ -35,7 +36,7 @@ def serve(
         from engine.live import EngineBackend
         from engine.tokenizer import end_tokens, load_tokenizer
 
-        engine = build_engine(loaded, Choices(device, dtype, weights, attention, eager, threads))
+        engine = build_engine(loaded, Choices(device, dtype, weights, attention, eager, threads, adapters))
         backend = EngineBackend(loaded, engine, load_tokenizer(weights, engine.vocab), end_tokens=end_tokens(weights))
         return backend, f"{backend.llm} ({engine.device})"
 

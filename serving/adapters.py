@@ -15,6 +15,7 @@ from serving.llm import Llm
 
 if TYPE_CHECKING:
     from serving.policies.protocols import Adapters
+    from serving.scenario import Scenario
     from serving.scheduler import Scheduler
 
 ADAPTER_WEIGHT_BYTES = 2  # adapters stay at bf16 beside a quantised trunk
@@ -24,6 +25,12 @@ def adapter_bytes(llm: Llm, rank: int, tensor_parallel: int = 1) -> int:
     """Bytes of a LoRA adapter on each GPU: A [rank, inputs] and B [outputs, rank] for every dense matrix of every layer (Hu et al. 2021)."""
     matrices = [*llm.attention_matrices(tensor_parallel), *llm.mlp_matrices(llm.intermediate, tensor_parallel)]
     return llm.layers * rank * ADAPTER_WEIGHT_BYTES * sum(matrix.inputs + matrix.outputs for matrix in matrices)
+
+
+def served_names(scenario: Scenario) -> tuple[str, ...]:
+    """The adapters that a server of ``scenario`` has: those that its workload names, where it has slots for any."""
+    mix = scenario.workload.adapters
+    return () if scenario.adapters is None or mix is None else mix.all_names()
 
 
 class AdapterSlots:

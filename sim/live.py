@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from serving.adapters import served_names
 from serving.errors import InputError
 from serving.http.backend import Departure, Generation, ReplicaState
 from serving.http.content_keys import content_keys
@@ -72,6 +73,7 @@ class SimBackend:
         self._timer: asyncio.TimerHandle | None = None
         parts = list(self._parts.values())
         self.llm = parts[0].llm.name
+        self.adapters = served_names(scenario)
         self.max_model_len = min(part.max_model_len for part in parts)
         self.tokenizer = PieceTokenizer(parts[0].llm.vocab)
         self.streams = Streams(Telemetry(self.llm))
@@ -127,8 +129,8 @@ class SimBackend:
         cache = self._scenario.kv_cache
         request = Request(
             opened.request_id, arrival_s, len(generation.prompt), generation.max_tokens, priority=generation.priority, class_name=row.name,
-            tenant=generation.tenant, prefix_hashes=content_keys(generation.prompt, cache.block_tokens) if cache.prefix_caching else (),
-            ttft_slo_s=self._scenario.slo.targets(row.name).ttft_s,
+            tenant=generation.tenant, ttft_slo_s=self._scenario.slo.targets(row.name).ttft_s, adapter=generation.adapter,
+            prefix_hashes=content_keys(generation.prompt, cache.block_tokens, generation.adapter) if cache.prefix_caching else (),
         )  # fmt: skip
         output_tokens = generation.max_tokens
         if not generation.ignore_eos:

@@ -30,7 +30,7 @@ def build_app(backend: Backend, limits: Limits | None = None, *, drain_s: float 
 
     async def models(request: Request) -> Response:
         card = {"id": backend.llm, "object": "model", "created": created, "owned_by": "twinserve", "max_model_len": backend.max_model_len}
-        return JSONResponse({"object": "list", "data": [card]})
+        return JSONResponse({"object": "list", "data": [card, *({**card, "id": name, "parent": backend.llm} for name in backend.adapters)]})
 
     async def health(request: Request) -> Response:
         service.check_open()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -27,6 +27,7 @@ class Generation:
     seed: int | None = None
     priority: int = 0
     tenant: str = ""
+    adapter: str = ""
 
 
 class Departure(NamedTuple):
@@ -89,6 +90,7 @@ class Backend(Protocol):
     """Generates tokens. All methods are called in the event loop's thread, ``start`` first."""
 
     llm: str  # the name that clients give as ``model``
+    adapters: Collection[str]  # names that they may give instead: the same network under that adapter
     max_model_len: int
     tokenizer: Tokenizer
     streams: Streams

@@ -74,12 +74,12 @@ class Sampling(BaseModel):
         """Whether a stream ends with a chunk that counts its tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def generation(self, prompt: list[int], max_tokens: int) -> Generation:
+    def generation(self, prompt: list[int], max_tokens: int, adapter: str) -> Generation:
         """The request for the backend."""
         return Generation(
             prompt, max_tokens, ignore_eos=self.ignore_eos, stop_token_ids=frozenset(self.stop_token_ids or ()),
             temperature=1.0 if self.temperature is None else self.temperature, top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(0, self.top_k or 0), seed=self.seed, priority=self.priority, tenant=self.user or "",
+            top_k=max(0, self.top_k or 0), seed=self.seed, priority=self.priority, tenant=self.user or "", adapter=adapter,
         )  # fmt: skip
 
 

@@ -58,8 +58,9 @@ class Service:
     def submit(self, body: CompletionBody | ChatBody) -> TokenStream:
         """Hand a checked body to the backend. Raises ApiError when it asks for too much."""
         backend = self.backend
-        if body.model is not None and body.model != backend.llm:
-            raise ApiError(404, f"there is no model '{body.model}' here; it serves '{backend.llm}'", param="model", code="model_not_found")
+        adapter = "" if body.model in (None, backend.llm) else body.model
+        if adapter and adapter not in backend.adapters:
+            raise ApiError(404, f"there is no model '{adapter}' here; it serves '{backend.llm}'", param="model", code="model_not_found")
         self.check_open()
         waiting = backend.streams.waiting
         if self.limits.max_waiting is not None and waiting >= self.limits.max_waiting:
@@ -75,7 +76,7 @@ class Service:
                 + (f" and {asked} more are asked for" if asked else ""),
                 param="messages" if chat else "prompt", code="context_length_exceeded",
             )  # fmt: skip
-        return backend.submit(body.generation(prompt, asked or room))
+        return backend.submit(body.generation(prompt, asked or room, adapter))
 
     def _prompt(self, body: CompletionBody | ChatBody) -> list[int]:
         tokenizer = self.backend.tokenizer
@@ -128,7 +129,7 @@ class Endpoint:
         if end is not None:
             self._raise_unless_answered(end)
         answer = Answer(
-            stream.request_id, backend.llm, int(time.time()), chat=isinstance(body, ChatBody), null_usage=body.stream and body.include_usage
+            stream.request_id, body.model or backend.llm, int(time.time()), chat=isinstance(body, ChatBody), null_usage=body.stream and body.include_usage
         )
         text = Text(backend.tokenizer.decoder(), body.stop)
         if body.stream:

@@ -239,6 +239,37 @@ def test_a_real_decoder_samples_by_seed_whoever_else_is_served():
     scene(backend, act)
 
 
+def test_a_client_names_an_adapter_as_the_model():
+    from test_lora import LARGE, RANK, adapted_runner, merged
+
+    from engine.lora.adapter import random_adapter
+
+    prompt = tokens(40, 3)  # two whole blocks: what one adapter read is not what another finds
+    workload = {**scenario().resolved()["workload"], "adapters": {"names": ["A", "B"]}}
+    spec = scenario(policy={"batching": {"max_batch_tokens": 64, "max_batch_seqs": 8}}, adapters={"slots": 1, "rank": RANK}, workload=workload)
+    adapted = adapted_runner(1, blocks=200, block_tokens=16, max_batch_tokens=80)
+    said = {}
+
+    def told(backend, *models: str | None) -> None:
+        async def act(app) -> None:
+            for model in models:
+                body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, **({"model": model} if model else {})}
+                answer = (await Call(app, "/v1/completions", body).finished()).json()
+                text = answer["choices"][0]["text"]
+                assert said.setdefault(answer["model"], text) == text
+
+        scene(backend, act)
+
+    told(EngineBackend(spec, Engine(adapted, 200, 128, VOCAB, "cpu"), ByteTokenizer(VOCAB)), None, "A", "B", "A", "llama-3.1-8b")
+    assert len(set(said.values())) == len(said) == 3
+    for name, text in list(said.items()):
+        weights = adapted.decoder.weights if name not in "AB" else merged(adapted.decoder.weights, random_adapter(LARGE, RANK, name, 9))
+        alone = runner(LARGE, weights=weights, blocks=200, block_tokens=16, max_batch_tokens=80, max_seqs=16)
+        said.clear()
+        told(EngineBackend(scenario(policy=spec.policy.model_dump()), Engine(alone, 200, 128, VOCAB, "cpu"), ByteTokenizer(VOCAB)), None)
+        assert said == {"llama-3.1-8b": text}
+
+
 def test_drafts_change_no_answer_and_no_count_and_end_tokens_still_end():
     drafting = {"speculation": {"policy": {"name": "fixed", "tokens": 4}, "acceptance": 0.5}}
     answers = []

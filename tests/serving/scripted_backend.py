@@ -32,6 +32,7 @@ class Scripted:
     """``say`` and ``end`` drive what was asked; ``script`` answers a request at once when it arrives."""
 
     llm = "scripted"
+    adapters = ("tuned",)
     max_model_len = 64
 
     def __init__(self, script: str | None = None, refuse: str | None = None) -> None:

@@ -274,9 +274,19 @@ def test_health_tells_whether_anything_can_be_served():
     assert refused.status_code == 503 and "the device is lost" in refused.json()["error"]["message"]
 
 
-def test_the_model_is_listed():
-    card = ask(Scripted(), "/v1/models", None).json()["data"][0]
+def test_the_model_and_its_adapters_are_listed():
+    card, tuned = ask(Scripted(), "/v1/models", None).json()["data"]
     assert card["id"] == "scripted" and card["max_model_len"] == 64
+    assert tuned["id"] == "tuned" and tuned["parent"] == "scripted"
+
+
+def test_an_adapter_is_asked_for_as_the_model():
+    backend = Scripted("x")
+    for model, adapter in ((None, ""), ("scripted", ""), ("tuned", "tuned")):
+        answer = ask(backend, "/v1/completions", {"prompt": "a", "model": model}).json()
+        assert answer["model"] == (model or "scripted")
+        assert list(backend.asked.values())[-1].adapter == adapter
+    assert ask(backend, "/v1/completions", {"prompt": "a", "model": "untuned"}).status_code == 404
 
 
 def test_shutting_down_finishes_what_is_there_and_takes_nothing_new():

@@ -228,6 +228,21 @@ def test_who_waits_for_a_replica_to_come_back_may_go_away_and_the_others_are_ser
     assert [stream.count for stream in opened] == [5, 0, 5] and backend.streams.live == 0
 
 
+def test_adapters_are_served_by_name_within_their_slots():
+    clock = Hands()
+    spec = scenario(adapters={"slots": 1, "rank": 8})
+    raw = spec.resolved()
+    raw["workload"]["adapters"] = {"names": ["A", "B"]}
+    backend = SimBackend(from_mapping(raw), clock=clock)
+    assert backend.adapters == ("A", "B") and SimBackend(spec, clock=clock).adapters == ()
+    opened = [backend.submit(Generation([5] * 40, 5, ignore_eos=True, adapter=name)) for name in ("A", "B", "", "A")]
+    clock.now_s = 100.0
+    backend.advance()
+    assert [stream.count for stream in opened] == [5] * 4
+    assert opened[1].end.scheduled_s >= opened[0].end.time_s > opened[2].end.scheduled_s  # B waits for the slot, others pass it
+    assert backend.cluster.replicas[0].scheduler.policies.adapters.loads == 2
+
+
 def test_a_fleet_grows_under_load_and_shrinks_when_nobody_comes():
     backend = SimBackend(scenario(cluster=GROWS, policy={"batching": {"max_batch_seqs": 2}}), speed=20.0)
 
