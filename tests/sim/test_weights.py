@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hwmodels.early_exit import EarlyExit
 from hwmodels.mixed_precision import MixedPrecision
 from hwmodels.weight_streaming import LayerCache, WeightStreaming, streamed_layers
-from serving.catalog import load_llm
 from serving.errors import InputError
 from serving.plan import StepShape
 from serving.scenario import load
