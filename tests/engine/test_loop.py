@@ -59,6 +59,7 @@ def serve(spec, runner=None, clock=None, **options):
     return summary, said
 
 
+BURST = {"arrivals": {"process": "all_at_once"}}  # who preempts whom is then the pool's affair, not the machine's speed
 SHARED = {"prefix": {"groups": 3, "tokens": {"dist": "uniform", "min": 8, "max": 30}}}
 TALKS = {"sessions": {"turns": {"dist": "uniform", "min": 1, "max": 4}}, "prompt_tokens": {"dist": "uniform", "min": 1, "max": 15}}
 

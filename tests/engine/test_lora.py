@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="the engine's extra is not installed")
 
 from safetensors.torch import save_file
 from stub_plans import CPU, MOE, TINY, record_logits, runner
-from test_loop import SHARED, scenario, serve, stub
+from test_loop import BURST, SHARED, scenario, serve, stub
 
 from engine.build import Choices, build_engine
 from engine.clocks import ReportedClock
@@ -126,17 +126,16 @@ def names(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("graph_sizes", [(), (4, 16)])
-def test_on_few_slots_and_a_small_pool_everybody_says_what_merged_weights_say(names, graph_sizes):
-    spec = with_adapters(scenario(blocks=30, requests=24), 2)
-    engine = adapted_runner(2, blocks=30, graph_sizes=graph_sizes)
+def test_on_few_slots_and_a_small_pool_everybody_says_what_merged_weights_say(names):
+    spec = with_adapters(scenario(blocks=30, requests=24, **BURST), 2)
+    engine = adapted_runner(2, blocks=30, graph_sizes=(4,))
     summary, found = serve(spec, engine)
     asked = dict(names)
     assert summary["preemptions"] > 0 and summary["adapters"]["loads"] > 4 and len(set(asked.values())) == 5
     weights = engine.decoder.weights
     for name in sorted(set(asked.values())):
         network = merged(weights, random_adapter(LARGE, RANK, name, 9)) if name else weights
-        _, expected = serve(scenario(blocks=400, requests=24), runner(LARGE, weights=network, blocks=400, max_seqs=16, max_batch_tokens=64))
+        _, expected = serve(scenario(blocks=400, requests=24, **BURST), runner(LARGE, weights=network, blocks=400, max_seqs=16, max_batch_tokens=64))
         mine = [one for one, other in asked.items() if other == name]
         assert {one: found[one] for one in mine} == {one: expected[one] for one in mine}, name
 

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="the engine's extra is not installed
 
 from stub_plans import runner
 from test_drafting import LARGE, SIZES, speculating
-from test_loop import SHARED, TALKS, scenario, serve, stub
+from test_loop import BURST, SHARED, TALKS, scenario, serve, stub
 
 from engine.build import Choices, build_engine
 from engine.clocks import ReportedClock
@@ -67,12 +67,12 @@ def test_recorded_runs_replay_to_the_last_bit(options, tmp_path):
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("graph_sizes", [(), (4, 16)])
 def test_the_network_says_the_same_in_two_parts(graph_sizes, in_flight):
-    _, expected = serve(scenario(blocks=400, requests=16), runner(LARGE, blocks=400, **SIZES))
+    _, expected = serve(scenario(blocks=400, requests=16, **BURST), runner(LARGE, blocks=400, **SIZES))
     both = TwoStreams(runner(LARGE, blocks=30, graph_sizes=graph_sizes, **SIZES))
     kinds = []
     collect = both.collect
     both.collect = lambda step: kinds.append((type(step).__name__, collect(step))) or kinds[-1][1]
-    summary, found = serve(streamed(scenario(blocks=30, requests=16, max_in_flight=in_flight), prefill_tokens=12), both)
+    summary, found = serve(streamed(scenario(blocks=30, requests=16, **BURST, max_in_flight=in_flight), prefill_tokens=12), both)
     assert found == expected and summary["preemptions"] > 0
     mixed = [output.path for name, output in kinds if name == "Side"]
     assert len(mixed) > 10 and {path.kind for path in mixed} == ({"graph"} if graph_sizes else {"eager"})
@@ -80,8 +80,8 @@ def test_the_network_says_the_same_in_two_parts(graph_sizes, in_flight):
 
 
 def test_drafts_are_verified_beside_prompts():
-    _, expected = serve(scenario(blocks=400, requests=16), runner(LARGE, blocks=400, **SIZES))
-    spec = streamed(speculating(scenario(blocks=30, requests=16), 3))
+    _, expected = serve(scenario(blocks=400, requests=16, **BURST), runner(LARGE, blocks=400, **SIZES))
+    spec = streamed(speculating(scenario(blocks=30, requests=16, **BURST), 3))
     summary, found = serve(spec, TwoStreams(runner(LARGE, blocks=30, **SIZES)))
     assert found == expected and summary["speculation"]["steps"] > 0
 
@@ -89,7 +89,7 @@ def test_drafts_are_verified_beside_prompts():
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("side", ["prompts", "decodes"])
 def test_a_part_that_raises_fails_its_request_alone(side, in_flight):
-    _, expected = serve(scenario(blocks=400, requests=16, arrivals={"process": "all_at_once"}), runner(LARGE, blocks=400, **SIZES))
+    _, expected = serve(scenario(blocks=400, requests=16, **BURST), runner(LARGE, blocks=400, **SIZES))
     both = TwoStreams(runner(LARGE, blocks=400, **SIZES))
     way = both._prompts if side == "prompts" else both.runner
     launch = way.launch
@@ -100,7 +100,7 @@ def test_a_part_that_raises_fails_its_request_alone(side, in_flight):
         return launch(batch)
 
     way.launch = breaks
-    summary, found = serve(streamed(scenario(blocks=400, requests=16, arrivals={"process": "all_at_once"}, max_in_flight=in_flight)), both)
+    summary, found = serve(streamed(scenario(blocks=400, requests=16, **BURST, max_in_flight=in_flight)), both)
     failed = {one for one in found if len(found[one][1]) < len(expected[one][1])}
     assert failed and failed <= {9, 14} and summary["requests"]["failed"] == len(failed)
     assert {one: text for one, text in found.items() if one not in failed} == {one: text for one, text in expected.items() if one not in failed}

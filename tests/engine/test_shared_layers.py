@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the engine's extra is not installed")
 
 from stub_plans import CPU, TINY, runner
-from test_loop import scenario, serve
+from test_loop import BURST, scenario, serve
 
 from engine.build import Choices, build_engine
 from engine.clocks import ReportedClock
@@ -50,9 +50,9 @@ def test_a_scenario_of_sharing_layers_runs_on_more_pages_and_has_parity(tmp_path
 def test_the_text_does_not_depend_on_the_pool():
     shape = replace(TINY, layers=3, vocab=1009, kv_owners=(0, 1, 1))
     sizes = {"max_seqs": 16, "max_batch_tokens": 64}
-    said = [serve(scenario(blocks=blocks, requests=16), runner(shape, blocks=blocks, graph_sizes=(4, 16), **sizes)) for blocks in (400, 30)]
+    said = [serve(scenario(blocks=blocks, requests=16, **BURST), runner(shape, blocks=blocks, graph_sizes=(4, 16), **sizes)) for blocks in (400, 30)]
     assert said[0][1] == said[1][1] and said[1][0]["preemptions"] > 0
-    alone = serve(scenario(blocks=400, requests=16), runner(replace(shape, kv_owners=()), blocks=400, **sizes))
+    alone = serve(scenario(blocks=400, requests=16, **BURST), runner(replace(shape, kv_owners=()), blocks=400, **sizes))
     assert alone[1] != said[0][1]
 
 
