@@ -27,7 +27,7 @@ class LatencyModel(Protocol):
     def run_s(self, shape: StepShape, steps: int) -> list[float]:
         """Seconds of each of ``steps`` successive decode-only steps, the context growing by one token a sequence.
 
-        Bit for bit what ``step_s`` returns for each of them.
+        Bit for bit what ``step_s`` returns for each of them. Where a step depends on those before it, fewer may be priced, one at least.
         """
 
 

@@ -132,6 +132,8 @@ def test_drift_beats_the_worst_case_plan_and_compiling_all_the_time():
 def test_every_replica_has_plans_of_its_own_and_one_event_a_step_changes_nothing():
     fast, stepwise = run("cluster.replicas=2"), run("cluster.replicas=2", stepwise=True)
     assert {**fast, "events": 0} == {**stepwise, "events": 0}
+    audited = run("cluster.replicas=2", audit=0.3)
+    assert audited == fast
     again = simulate(load("recompile", ["workload.requests=500", "cluster.replicas=2"])).summary
     assert again["compilation"] == fast["compilation"], "measuring what saturates the fleet left no plan behind"
     assert resolve(load("recompile")).latency.mixed.tokens == 2048
