@@ -29,8 +29,11 @@ def tiers(*gib: float) -> list[dict]:
     return [{"name": f"tier{index}", "gib": size, "read_bytes_per_s": 1e9} for index, size in enumerate(gib)]
 
 
-def with_tiers(spec, *gib: float, reload: str = "always"):
-    cache = {**spec.kv_cache.model_dump(), "tiers": tiers(*gib)}
+HOT = {"name": "heat", "decay_uses": 30, "pin_at": 4}
+
+
+def with_tiers(spec, *gib: float, reload: str = "always", eviction: str | dict = "lru"):
+    cache = {**spec.kv_cache.model_dump(), "tiers": tiers(*gib), "eviction": eviction}
     return type(spec).model_validate({**spec.resolved(), "kv_cache": cache, "policy": {**spec.resolved()["policy"], "reload": reload}})
 
 
@@ -49,9 +52,10 @@ def moves_of(spec, blocks: int = SMALL):
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("gib", [(0.004,), (0.0005, 0.002), (0.0003,)])
-def test_whatever_moves_the_text_is_that_of_a_roomy_pool(in_flight, gib):
+@pytest.mark.parametrize("eviction", ["lru", {"name": "heat", "decay_uses": None}, HOT], ids=["lru", "heat", "decay and pins"])
+def test_whatever_moves_the_text_is_that_of_a_roomy_pool(in_flight, gib, eviction):
     _, expected = serve(scenario(ROOMY, in_flight))
-    spec = with_tiers(scenario(SMALL, in_flight), *gib)
+    spec = with_tiers(scenario(SMALL, in_flight), *gib, eviction=eviction)
     (summary, said), counted = moves_of(spec)
     assert said == expected
     assert summary["preemptions"] > 0 and counted["out"] > 0
@@ -82,8 +86,9 @@ def test_a_page_comes_back_bit_for_bit(narrow):
         host.apply([Move("in", "a", 1)])
 
 
-def test_the_real_engine_swaps_and_its_run_has_decision_parity(tmp_path):
-    overrides = ["workload.requests=16", "workload.arrivals=all_at_once", "kv_cache.blocks=22", "kv_cache.tiers=[{name: host, gib: 0.05, read_bytes_per_s: 1.0e+10}]", "cluster.gpu=data/epyc-one-thread.yaml"]
+@pytest.mark.parametrize("eviction", ["lru", "{name: heat, decay_uses: 5, pin_at: 2}"])
+def test_the_real_engine_swaps_and_its_run_has_decision_parity(tmp_path, eviction):
+    overrides = [f"kv_cache.eviction={eviction}", "workload.requests=16", "workload.arrivals=all_at_once", "kv_cache.blocks=22", "kv_cache.tiers=[{name: host, gib: 0.05, read_bytes_per_s: 1.0e+10}]", "cluster.gpu=data/epyc-one-thread.yaml"]
     swapping = load("engine-tiny", overrides)
     engine = build_engine(swapping, Choices(device="cpu", attention="torch"))
     result = serve_scenario(swapping, engine, ReportedClock(), out=tmp_path / "run")
