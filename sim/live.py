@@ -65,6 +65,8 @@ class SimBackend:
         for where, reason in _NOT_LIVE.items():
             if getattr(scenario, where):
                 raise InputError(where, f"cannot be served live: {reason}", f"leave '{where}' out, or use `twinserve run`")
+        if scenario.front:
+            raise InputError("integrity", "cannot be served live: this server checks no request", "keep only step_s and token_s, or use `twinserve run`")
         self._scenario = scenario
         self._parts = resolve_fleet(scenario)
         self._speed = speed

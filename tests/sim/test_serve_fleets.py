@@ -333,7 +333,7 @@ def test_the_breaker_tells_when_it_closes_and_a_full_queue_says_nothing():
 @pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "scenarios").glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_scenario_is_served_or_says_why_not(file):
     spec = load(str(file))
-    if spec.sites or spec.stages:
+    if spec.sites or spec.front:
         with pytest.raises(InputError, match="cannot be served live"):
             SimBackend(spec)
         return
