@@ -92,9 +92,11 @@ def build_engine(scenario: Scenario, choices: Choices) -> Engine:
             raise InputError("kv_cache.layer_reuse", "the engine shares layers on one device and without adapters", "leave it out")
         shape = dataclasses.replace(shape, kv_owners=tuple(owners_of(llm, scenario.kv_cache.layer_reuse)))
         llm = reusing(llm, scenario.kv_cache.layer_reuse)
-    if scenario.speculation is not None and (scenario.retention is not None or ranks > 1):
-        raise InputError("speculation", "the engine verifies drafts on one device, and drops no pages meanwhile", "leave it out")
+    if scenario.speculation is not None and scenario.retention is not None:
+        raise InputError("speculation", "the engine drops no pages while it verifies drafts", "leave it out")
     drafter = drafter_of(scenario, shape, weights)
+    if drafter is not None and ranks > 1:
+        raise InputError("speculation.proposer", "a network drafts on one device", "use prompt_lookup")
     exits = _exits(scenario, choices, shape, device)
     lora = _lora(scenario, choices, shape, weights, ranks)
     use = measured_use(scenario, shape, weights, device)

@@ -76,10 +76,11 @@ def test_logits_of_two_ranks_are_those_of_one():
         assert (was - now).abs().max() < 1e-4 * was.abs().max()
 
 
-def test_the_same_plans_and_the_same_words(tmp_path):
+@pytest.mark.parametrize("more", [[], ["speculation={policy: {name: fixed, tokens: 3}, acceptance: 0.5}", "workload.requests=5"]], ids=["plain", "drafts"])
+def test_the_same_plans_and_the_same_words(more, tmp_path):
     texts = []
     for ranks in (1, 2):
-        spec = load("engine-tiny", ["workload.requests=10", f"cluster.tensor_parallel={ranks}"])
+        spec = load("engine-tiny", ["workload.requests=10", f"cluster.tensor_parallel={ranks}", *more])
         engine = build_engine(spec, Choices(device="cpu", attention="torch"))
         said: dict[int, list[int]] = {}
 
@@ -96,6 +97,9 @@ def test_the_same_plans_and_the_same_words(tmp_path):
     assert texts[0] == texts[1]
     plans = [open_run(tmp_path / str(ranks)).plans.to_json() for ranks in (1, 2)]
     assert plans[0] == plans[1] and len(plans[0]) > 1000
+    if more:
+        with pytest.raises(InputError, match="drafts on one device"):
+            build_engine(load("engine-tiny", ["cluster.tensor_parallel=2", *more, "speculation.proposer=layers"]), Choices(device="cpu", attention="torch"))
 
 
 def even_clock() -> ReportedClock:
