@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -64,6 +65,11 @@ def main(arguments: list[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         return _reader_has_gone()
+    except OSError as error:  # what the disk or the system says of a file that the user named
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise
+        print("error:", " ".join(f"{error.filename or 'the output'}: {error.strerror}".split()), file=sys.stderr)
+        return WRONG_INPUT
     except SystemExit as stop:  # click's own answer to a broken pipe is 1, which here would mean "the answer is no"
         if isinstance(stop.__context__, BrokenPipeError):
             return _reader_has_gone()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from serving.errors import InputError, nearest
+from serving.files import read_json_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +152,7 @@ def from_hf(config: dict[str, Any] | Path) -> Architecture:
     where = "config.json"
     if isinstance(config, Path):
         where = str(config)
-        try:
-            config = json.loads(config.read_text())
-        except (OSError, ValueError) as error:
-            raise InputError(where, f"cannot be read: {error}") from None
+        config = read_json_object(config)
     name = (config.get("architectures") or ["(none)"])[0]
     if name not in HF_ARCHITECTURES:
         raise InputError(f"{where}: architectures", f"'{name}' is not an architecture this engine computes", nearest(name, HF_ARCHITECTURES))

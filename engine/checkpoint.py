@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from serving.errors import InputError
+from serving.files import read_json_object
 
 MANIFEST = "SHA384SUMS"
 
@@ -35,7 +36,7 @@ class Checkpoint:
         self.folder = folder
         self.tensors: dict[str, Stored] = {}
         index = folder / "model.safetensors.index.json"
-        owner = _read_json(index).get("weight_map", {}) if index.is_file() else {}
+        owner = read_json_object(index).get("weight_map", {}) if index.is_file() else {}
         files = sorted({folder / name for name in owner.values()}) if owner else sorted(folder.glob("*.safetensors"))
         if not files:
             raise InputError(str(folder), "holds no .safetensors file", _other_formats(folder))
@@ -67,13 +68,6 @@ def _other_formats(folder: Path) -> str:
     return f"{', '.join(others)} files are not read: convert them to safetensors" if others else "expected model.safetensors or shards with an index"
 
 
-def _read_json(file: Path) -> dict:
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(str(file), f"cannot be read: {error}") from None
-
-
 def _read_header(file: Path) -> dict[str, Stored]:
     size = file.stat().st_size
     with file.open("rb") as data:
@@ -85,7 +79,7 @@ def _read_header(file: Path) -> dict[str, Stored]:
             header = json.loads(data.read(length))
             entries = {name: Stored(file, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"}
             ends = {name: 8 + length + header[name]["data_offsets"][1] for name in entries}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise InputError(str(file), f"has a damaged header: {error}") from None
     for name, end in sorted(ends.items(), key=lambda item: item[1]):
         if end > size:

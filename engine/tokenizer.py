@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from serving.errors import InputError
+from serving.files import read_json_object
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -125,10 +125,7 @@ def end_tokens(folder: Path | None) -> frozenset[int]:
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise InputError(str(file), f"is no JSON: {error}") from None
+    return read_json_object(file) if file.is_file() else {}
 
 
 def _token_text(value: Any) -> str:

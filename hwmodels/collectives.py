@@ -26,6 +26,7 @@ from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, T
 from pydantic.dataclasses import dataclass
 
 from serving.errors import InputError, nearest
+from serving.files import read_yaml
 
 MEASURED = Path(__file__).resolve().parent / "measured"
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
@@ -194,10 +195,8 @@ def load(name_or_path: str, where: str = "latency.collectives") -> Collectives:
 
 @lru_cache(maxsize=64)
 def _load_file(path: Path) -> Collectives:
-    import yaml
-
     try:
-        return Collectives(TypeAdapter(CollectiveFit).validate_python(yaml.safe_load(path.read_text(encoding="utf-8"))))
+        return Collectives(TypeAdapter(CollectiveFit).validate_python(read_yaml(path)))
     except ValidationError as error:
         first = error.errors()[0]
         raise InputError(f"{path}:{'.'.join(str(step) for step in first['loc'])}", first["msg"]) from None

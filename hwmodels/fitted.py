@@ -20,6 +20,7 @@ from typing import Any
 from hwmodels.latency import AllReduce, check_options
 from serving.catalog import Gpu
 from serving.errors import InputError, nearest
+from serving.files import read_yaml
 from serving.graph_buckets import GraphBuckets
 from serving.llm import Llm
 from serving.plan import StepShape
@@ -134,17 +135,12 @@ class Fitted:
 
 def load(name_or_path: str | Path, where: str = "latency.file") -> tuple[Coefficients, dict[str, Any]]:
     """Read a fit: a name in ``hwmodels/measured``, or a path. Returns it and the whole file. Raises InputError."""
-    import yaml
-
     text = str(name_or_path)
     known = sorted(path.stem for path in MEASURED.glob("*.yaml"))
     path = MEASURED / f"{text}.yaml" if text in known else Path(text)
     if not path.is_file():
         raise InputError(where, f"there is no fit '{text}'", nearest(text, known) if known else "make one with `twinserve calibrate`")
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(str(path), f"is not readable YAML: {' '.join(str(error).split())[:200]}") from None
+    data = read_yaml(path)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise InputError(str(path), f"is no fit of format {FORMAT}", "make one with `twinserve calibrate`")
     sizes = data.get("graph_sizes") or []

@@ -10,11 +10,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from serving.errors import InputError, nearest
+from serving.files import read_yaml
 from serving.llm import Llm
 
 CATALOG = Path(__file__).resolve().parent.parent / "hwmodels" / "catalog"
@@ -188,12 +188,10 @@ def read_entry(kind: str, name_or_path: str | Path, where: str) -> tuple[dict[st
     if not is_path and text not in names(kind):
         label = _KINDS[kind][1] if kind in _KINDS else kind.removesuffix("ies") + "y"
         raise InputError(where, f"there is no {label} named '{text}' in the catalogue", nearest(text, names(kind)))
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(where, f"cannot read '{path}': {error.strerror}", "give a catalogue name or an existing file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(str(path), f"is not valid YAML: {' '.join(str(error).split())}") from None
+    if not path.exists() or path.is_dir():
+        problem = "it is a directory" if path.is_dir() else "no such file"
+        raise InputError(where, f"cannot read '{path}': {problem}", "give a catalogue name or an existing file")
+    data = read_yaml(path)
     if not isinstance(data, dict):
         raise InputError(str(path), "must hold a mapping of facts")
     return data, str(path) if is_path else f"{kind}/{text}.yaml"

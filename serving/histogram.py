@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from serving.errors import InputError
+
 _SHIFT = 52 - 9
 _SMALLEST_S = 2.0**-30  # just under a nanosecond; anything shorter counts as zero
-_LARGEST_S = 2.0**33  # 272 years
+LONGEST_S = 2.0**33  # 272 years
 _FIRST = int(np.float64(_SMALLEST_S).view(np.int64)) >> _SHIFT
-_BINS = (int(np.float64(_LARGEST_S).view(np.int64)) >> _SHIFT) - _FIRST + 1  # one of them, the first, holds the zeros
+_BINS = (int(np.float64(LONGEST_S).view(np.int64)) >> _SHIFT) - _FIRST + 1  # one of them, the first, holds the zeros
 _EXACT_INT64 = 2**62
 
 
@@ -33,15 +35,18 @@ class Histogram:
     def add(self, values_s: np.ndarray, weights: np.ndarray | None = None) -> None:
         """Add every duration of ``values_s`` (float64, shape (n,)), the i-th of them ``weights[i]`` times (integers >= 0).
 
-        Raises ValueError for a duration that is negative, not a number or above 272 years: time ran backwards somewhere.
+        Raises ValueError for a duration that is negative or not a number: time ran backwards somewhere; InputError for one above 272
+        years: a scenario asked for it.
         """
         if weights is not None and not weights.all():
             values_s, weights = values_s[weights > 0], weights[weights > 0]
         if values_s.size == 0:
             return
         low, high = float(values_s.min()), float(values_s.max())
-        if not (low >= 0.0 and high < _LARGEST_S):
-            raise ValueError(f"a duration must lie in [0, {_LARGEST_S:g}) s, got {low!r} to {high!r}")
+        if low >= 0.0 and high >= LONGEST_S:
+            raise InputError("scenario", f"a duration of {high:.3g} s is longer than the 272 years that a run may last", "a rate or a time is out of proportion")
+        if not low >= 0.0:
+            raise ValueError(f"a duration must lie in [0, {LONGEST_S:g}) s, got {low!r} to {high!r}")
         index = np.maximum((np.ascontiguousarray(values_s, dtype=np.float64).view(np.int64) >> _SHIFT) - (_FIRST - 1), 0)
         offset = int(index.min())
         added = np.bincount(index - offset, weights)  # float64 with weights: exact below 2**53

@@ -6,7 +6,6 @@ be given as measured; the rest is computed from the language model's shape. GiB 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from serving.catalog import Gpu
@@ -15,6 +14,7 @@ from serving.layout import Layout
 from serving.llm import Llm
 
 GIB = 2**30
+MOST_GIB = 1_000_000_000  # an EiB: no GPU is near, and sums stay exact
 RESERVED_BLOCKS = 1  # the null block: padding writes there, no sequence owns it
 
 
@@ -124,8 +124,8 @@ def _check_ranges(where: str, fraction: float, counts: dict[str, int], given_gib
         if value < 1:
             raise InputError(f"{where}.{name}", "must be at least 1", f"got {value}")
     for name, amount in given_gib.items():
-        if amount is not None and not (0 <= amount < math.inf):
-            raise InputError(f"{where}.{name}", "must be a number of GiB that is not negative", f"got {amount}")
+        if amount is not None and not (0 <= amount <= MOST_GIB):
+            raise InputError(f"{where}.{name}", f"must be a number of GiB that is not negative and at most {MOST_GIB:,}", f"got {amount}")
 
 
 def check_capacity(capacity: KvCapacity, where: str) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from serving.errors import InputError
+from serving.files import parse_json
 from serving.metrics import STATUS_NAMES
 from serving.version import commit, version
 
@@ -229,10 +230,7 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """The contents of ``summary.json``; InputError when it is missing or broken."""
         path = self.path / "summary.json"
-        try:
-            summary = json.loads(_read_text(path))
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}:{error.lineno}", f"is not JSON: {error.msg}") from error
+        summary = parse_json(_read_text(path), str(path))
         if not isinstance(summary, dict):
             raise InputError(str(path), "holds no object of metrics")
         return summary
@@ -274,9 +272,10 @@ def open_run(path: Path | str) -> Run:
     file = folder / "run.yaml"
     if not file.is_file():
         raise InputError(str(folder), "is not a run directory: it has no run.yaml")
+    text = _read_text(file)
     try:
-        info = yaml.safe_load(_read_text(file))
-    except yaml.YAMLError as error:
+        info = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         raise InputError(f"{file}:{mark.line + 1}" if mark else str(file), "is not YAML") from error
     missing = [key for key in _INFO_KEYS if not isinstance(info, dict) or key not in info]
@@ -298,7 +297,17 @@ def _read_table(path: Path, columns: Mapping[str, str], why_absent: str) -> pd.D
     missing = [name for name in columns if name not in table.column_names]
     if missing:
         raise InputError(str(path), f"lacks the column '{missing[0]}'")
+    for field in _schema(columns):
+        found = table.schema.field(field.name).type
+        if found != field.type and not (_is_number(found) and _is_number(field.type)):
+            raise InputError(str(path), f"the column '{field.name}' holds {found}, not {field.type}")
     return table.to_pandas()
+
+
+def _is_number(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
 
 def _write_requests(path: Path, columns: Mapping[str, np.ndarray], class_names: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from serving.errors import InputError
+from serving.files import whole_file
 from serving.records import REQUEST_COLUMNS, STAGE_COLUMNS, STEP_COLUMNS, open_run
 
 Batch = Mapping[str, Sequence]  # columns of equal length, as plain Python lists
@@ -126,15 +127,12 @@ def transfer_events(transfers: Iterable[Mapping], names: _Names) -> Iterator[str
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[str]]:
     """Open the file for text, gzipped when it ends in .gz (without a time stamp: equal runs give equal bytes)."""
-    try:
-        with path.open("wb") as raw:
-            if path.suffix == ".gz":
-                with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=5, mtime=0) as packed:
-                    yield _Utf8(packed)
-            else:
-                yield _Utf8(raw)
-    except OSError as error:
-        raise InputError(str(path), f"cannot be written: {error.strerror or error}") from error
+    with whole_file(path) as raw:
+        if path.suffix == ".gz":
+            with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=5, mtime=0) as packed:
+                yield _Utf8(packed)
+        else:
+            yield _Utf8(raw)
 
 
 class _Utf8:

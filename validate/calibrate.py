@@ -16,6 +16,7 @@ import numpy as np
 
 from hwmodels.fitted import DEVICE_TERMS, FORMAT, HOST_TERMS
 from serving.errors import InputError
+from serving.files import write_whole
 from serving.records import Run, open_run
 from serving.rng import stream
 from serving.version import commit, version
@@ -182,8 +183,4 @@ def write(fit: Mapping[str, Any], out: Path) -> None:
     """Write a fit's file. Raises InputError when the disk refuses."""
     import yaml
 
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(yaml.safe_dump(dict(fit), sort_keys=False, width=120), encoding="utf-8")
-    except OSError as error:
-        raise InputError(str(out), f"can't be written: {error.strerror}") from None
+    write_whole(out, yaml.safe_dump(dict(fit), sort_keys=False, width=120))

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.errors import InputError, nearest
+from serving.files import read_yaml
 from validate.arithmetic import names, parse
 
 
@@ -72,16 +73,7 @@ def confidence(measured: dt.date | None, on: dt.date, half_life_days: float) -> 
 
 def load(path: Path, facts: Mapping[str, Any], on: dt.date) -> Constraints:
     """Read a file of constraints; ``facts`` answers ``from:`` paths. Raises InputError naming the path of what is wrong."""
-    import yaml
-
-    try:
-        declared = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(str(path), f"cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        raise InputError(f"{path}:{mark.line + 1}" if mark else str(path), "is not YAML") from error
-    return from_mapping(declared, facts, on)
+    return from_mapping(read_yaml(path), facts, on)
 
 
 def from_mapping(declared: Any, facts: Mapping[str, Any], on: dt.date) -> Constraints:

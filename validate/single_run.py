@@ -19,6 +19,7 @@ import numpy as np
 
 from serving.catalog import read_entry
 from serving.errors import InputError
+from serving.files import write_whole
 from serving.records import Run, open_run
 from serving.request import Arrival, Request
 from serving.rng import stream
@@ -98,11 +99,7 @@ def write(result: SingleRun, path: Path) -> None:
     """Write the calibrated GPU as a catalogue file. Raises InputError when ``path`` cannot be written."""
     import yaml
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(result.gpu, sort_keys=False, width=140))
-    except OSError as error:
-        raise InputError(str(path), f"cannot be written: {error.strerror}") from None
+    write_whole(path, yaml.safe_dump(result.gpu, sort_keys=False, width=140))
 
 
 def _requests(run: Run) -> tuple[list[Arrival], Observed]:

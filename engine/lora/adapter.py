@@ -7,7 +7,6 @@ A network's layer multiplies by four fused matrices; an adapter adds B·A·x to 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import zlib
@@ -21,6 +20,7 @@ from torch import Tensor
 from engine.architecture import Architecture
 from engine.checkpoint import Checkpoint
 from serving.errors import InputError
+from serving.files import read_json_object
 
 PARTS = {"qkv": ("q", "k", "v"), "output": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 TENSOR = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj\.lora_([AB])(?:\.default)?\.weight")
@@ -109,9 +109,9 @@ def load_adapter(folder: Path, shape: Architecture, rank: int) -> Adapter:
 def _config(folder: Path) -> dict:
     file = folder / "adapter_config.json"
     try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(str(file), f"cannot be read: {error}", "an adapter is a folder as PEFT writes it") from None
+        config = read_json_object(file)
+    except InputError as error:
+        raise InputError(error.where, error.problem, "an adapter is a folder as PEFT writes it") from None
     if config.get("peft_type", "LORA") != "LORA" or not isinstance(config.get("r"), int) or config["r"] < 1:
         raise InputError(str(file), "describes no LoRA: it needs peft_type LORA and a rank r")
     for key in ("use_dora", "rank_pattern", "alpha_pattern"):

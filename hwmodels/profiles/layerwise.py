@@ -20,6 +20,7 @@ import numpy as np
 from hwmodels.profiles.columns import Columns, read_columns
 from hwmodels.profiles.grid import Extrapolations, Line, Surface, fill, locate
 from serving.errors import InputError
+from serving.files import read_yaml
 
 PER_LAYER = {"layernorm": 2, "qkv_proj": 1, "rotary_emb": 1, "o_proj": 1, "gate_up_proj": 1, "act_fn": 1, "down_proj": 1}
 PER_STEP = ("embedding", "final_layernorm")
@@ -172,12 +173,10 @@ def read_meta(folder: Path) -> dict[str, Any]:
     path = folder / "meta.yaml"
     if not path.exists():
         return {}
-    import yaml
-
-    try:
-        return yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise InputError(str(path), f"is not YAML: {error}") from None
+    meta = read_yaml(path) or {}
+    if not isinstance(meta, dict):
+        raise InputError(str(path), "must hold a mapping of facts")
+    return meta
 
 
 def _lines(path: Path, axis: str, wanted: list[str] | tuple[str, ...], beyond: Extrapolations) -> dict[str, Line]:

@@ -9,6 +9,8 @@ import inspect
 import keyword
 import pkgutil
 import sys
+import types
+import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ __all__ = [
     "option_names",
 ]  # fmt: skip
 
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
 KINDS: dict[str, tuple[str, ...]] = {  # kind -> the methods that a policy of this kind must have
     "ordering": ("key",),
     "batching": ("plan",),
@@ -67,6 +70,7 @@ def load(kind: str, name: str, options: Mapping[str, Any] | None = None, *, wher
     for key in given:
         if key not in known:
             raise InputError(f"{where}.{key}", f"{kind} policy '{name}' has no such option", nearest(key, known))
+    _check_types(factory, given, f"{kind} policy '{name}'", where)
     for key, parameter in known.items():
         if parameter.default is parameter.empty and key not in given:
             raise InputError(f"{where}.{key}", f"{kind} policy '{name}' needs this option")
@@ -74,7 +78,7 @@ def load(kind: str, name: str, options: Mapping[str, Any] | None = None, *, wher
         policy = factory(**given)
     except InputError as error:
         raise InputError(f"{where}.{error.where}", error.problem, error.hint) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(where, f"{kind} policy '{name}' does not accept its options: {error}") from error
     for method in KINDS[kind]:
         if not callable(getattr(policy, method, None)):
@@ -90,6 +94,20 @@ def option_names(kind: str, name: str, *, where: str | None = None) -> list[str]
 def _options(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(factory).parameters.values()
     return {one.name: one for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
+
+
+def _check_types(factory: Callable[..., Any], given: Mapping[str, Any], what: str, where: str) -> None:
+    """Refuse an option that is no number, text or truth value where its annotation asks for one; other annotations are the policy's business."""
+    try:
+        hints = typing.get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
+    except Exception:  # a user's annotation may name what isn't there
+        return
+    for key, value in given.items():
+        hint = hints.get(key)
+        wanted = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
+        if wanted <= set(_TYPE_NAMES) and type(value) not in wanted and not (float in wanted and type(value) is int):
+            names = " or ".join(_TYPE_NAMES[one] for one in _TYPE_NAMES if one in wanted)
+            raise InputError(f"{where}.{key}", f"{what} takes {names} here, not {value!r}")
 
 
 def _find(kind: str, name: str, where: str) -> Callable[..., Any]:
@@ -112,7 +130,7 @@ def _from_user(name: str, where: str) -> Callable[..., Any]:
         module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except FileNotFoundError:
         raise InputError(where, f"there is no policy file '{source}'") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(where, f"'{source}' cannot be imported: {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
     if not callable(found):

@@ -11,11 +11,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from serving.errors import InputError, nearest
+from serving.files import read_text
 from serving.scenario.fields import PACKAGED
 from serving.scenario.model import Scenario
 from serving.scenario.overrides import apply
 from serving.scenario.problems import dotted, to_input_error
-from serving.scenario.yaml_text import MAX_CHARACTERS, parse
+from serving.scenario.yaml_text import parse
 
 
 def names() -> list[str]:
@@ -84,18 +85,6 @@ def _set_trace(raw: dict[str, Any], file: Path) -> None:
         own = workload.get("trace")
         options = {key: value for key, value in own.items() if key != "format"} if isinstance(own, dict) else {}
         workload["trace"] = {**options, "file": str(file.resolve())}
-
-
-def read_text(path: Path) -> str:
-    """Read a text file of UTF-8, of bounded size. Raises InputError."""
-    try:
-        if path.stat().st_size > 4 * MAX_CHARACTERS:
-            raise InputError(str(path), f"the file is larger than {4 * MAX_CHARACTERS:,} bytes")
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(str(path), f"is no UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise InputError(str(path), f"cannot be read: {error.strerror}") from None
 
 
 def _find(text: str) -> Path:

@@ -7,6 +7,8 @@ from itertools import repeat
 
 import numpy as np
 
+from serving.errors import InputError
+from serving.histogram import LONGEST_S
 from serving.request import Arrival, Request
 from serving.scenario.workload import Workload
 from serving.workload.arrivals import instants
@@ -62,6 +64,8 @@ def bounded(workload: Workload, context: Context, *, limit: int | None = None) -
         kept = times if duration_s is None else times[: np.searchsorted(times, duration_s)]
         kept = kept if left is None else kept[:left]
         if kept.size:
+            if not kept[-1] < LONGEST_S:
+                raise InputError("workload.arrivals", f"a request would arrive at {kept[-1]:.3g} s", "a run lasts 272 years at most")
             yield kept
         if left is not None:
             left -= kept.size

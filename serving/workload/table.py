@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from serving.errors import InputError
-from serving.scenario.load import read_text
+from serving.files import read_text
 from serving.scenario.yaml_text import parse
 from serving.workload.lengths import interpolate
 

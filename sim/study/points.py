@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from serving.errors import InputError
+from serving.files import write_whole
 from serving.version import commit, version
 
 FILE = "points.jsonl"
@@ -150,10 +151,4 @@ def _digest(name: str, mtime_ns: int) -> str:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file whole or not at all. Raises InputError when the disk refuses."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_bytes(data)
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise InputError(str(path), f"can't be written: {error.strerror}", "the finished points are kept; run the same again") from error
+    write_whole(path, data, "the finished points are kept; run the same again")

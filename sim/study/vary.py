@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from serving.errors import InputError
+from serving.files import read_text
 from serving.rng import stream
-from serving.scenario.load import read_text
 from serving.scenario.overrides import split
 from serving.scenario.yaml_text import parse
 
@@ -58,6 +58,8 @@ def dimension(text: str, current: Any) -> Dimension:
         values = [_value(path.strip(), item, where) for item in split_list(given)]
         return Dimension(path.strip(), tuple(_unique(values)))
     log, low, high, steps = bool(match[1]), float(match[2]), float(match[3]), match[4]
+    if not math.isfinite(high - low):
+        raise InputError(where, "the ends of the range are too large")
     if log and not (low > 0 and high > 0):
         raise InputError(where, "a log range needs two positive ends")
     if steps is None:
@@ -132,7 +134,10 @@ def listed_points(path: Path) -> list[Setting]:
     """Read points: a CSV whose header names dotted paths, or YAML, a list of mappings from dotted path to value."""
     text = read_text(path)
     if path.suffix == ".csv":
-        rows = list(csv.reader(text.splitlines()))
+        try:
+            rows = list(csv.reader(text.splitlines(), strict=True))
+        except csv.Error as error:
+            raise InputError(str(path), f"is not CSV: {error}") from None
         if len(rows) < 2:
             raise InputError(str(path), "holds no points", "the first line names dotted paths, every further one is a point")
         header = [name.strip() for name in rows[0]]

@@ -84,7 +84,7 @@ def test_two_files_of_one_name_do_not_mix(tmp_path):
         ("window", "rtt_adaptive", {"shortest_s": 2.0}, "policy.window.shortest_s", "shortest_s <= longest_s"),
         ("batching", "chunked_prefill", {"head_of_line": "skipp"}, "policy.batching.head_of_line", "did you mean 'skip'"),
         ("routing", "prefix_affinity", {"load_weight": -1}, "policy.routing.load_weight", "negative"),
-        ("ordering", "shortest_job", {"ageing_tokens_per_s": "fast"}, "policy.ordering", "does not accept its options"),
+        ("ordering", "shortest_job", {"ageing_tokens_per_s": "fast"}, "policy.ordering.ageing_tokens_per_s", "takes a number here, not 'fast'"),
         ("ordering", "nowhere.at.all:Slack", {}, "policy.ordering", "cannot be imported"),
         ("ordering", "no/such/file.py:Slack", {}, "policy.ordering", "no policy file"),
     ],

@@ -126,8 +126,9 @@ def test_memory_does_not_grow_with_the_run(tmp_path):
 
 
 def test_a_full_disk_is_the_users_to_know(tmp_path):
+    (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot be written"):
-        write_trace(tmp_path / "missing" / "t.json", [], [])
+        write_trace(tmp_path / "file" / "t.json", [], [])
 
 
 def test_a_recorded_run(tmp_path):

@@ -6,11 +6,13 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from serving.errors import InputError
+from serving.files import parse_json
 
 
 class Source:
@@ -29,7 +31,9 @@ class Source:
             return (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8-sig")
         except OSError as error:
             raise InputError(str(self.path), f"cannot be read: {error.strerror or 'it is no gzip file'}") from None
-        except (UnicodeDecodeError, EOFError):
+        except (EOFError, zlib.error) as error:
+            raise InputError(str(self.path), f"the gzip data are broken: {error}") from None
+        except UnicodeDecodeError:
             raise InputError(str(self.path), "is no text file") from None
 
     @cached_property
@@ -37,7 +41,7 @@ class Source:
         """The file as one JSON object, or None."""
         try:
             value = json.loads(self.text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return None
         return value if isinstance(value, dict) else None
 
@@ -47,7 +51,7 @@ class Source:
         line = next((line for line in self.text.splitlines() if line.strip()), "")
         try:
             value = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return None
         return value if isinstance(value, dict) else None
 
@@ -62,10 +66,7 @@ class Source:
         for number, line in enumerate(self.text.splitlines(), 1):
             if not line.strip():
                 continue
-            try:
-                value = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise InputError(f"{self.path}:{number}", f"is not JSON: {error.msg}", "the file may be cut short") from None
+            value = parse_json(line, str(self.path), first_line=number)
             if not isinstance(value, dict):
                 raise InputError(f"{self.path}:{number}", "holds no JSON object")
             result.append((number, value))

@@ -8,13 +8,12 @@ a step after they arrive; the statistics that the engine itself counts from ther
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from serving.errors import InputError
+from serving.files import read_json_object
 from validate.importers.imported import STATISTICS, Imported, Served
 from validate.importers.source import Source, number
 
@@ -57,10 +56,7 @@ def read(source: Source, select: int | None = None) -> Imported:
 def _meta(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{error.lineno}", f"is not JSON: {error.msg}") from None
+    return read_json_object(path)
 
 
 def _facts(meta: dict[str, Any]) -> tuple[dict[str, Any], str]:

@@ -47,7 +47,7 @@ def parse(text: str, where: str, checkout: Path) -> Choice:
 def _from_json(text: str, where: str) -> tuple[str, dict[str, Any]]:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(where, f"is no JSON: {error}") from None
     name = value.pop("name", None) if isinstance(value, dict) else None
     if not isinstance(name, str):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from serving.errors import InputError
+from serving.files import write_whole
 
 if TYPE_CHECKING:
     from validate.regress.run import Report
@@ -90,9 +91,12 @@ def _write_traces(report: Report, folder: Path) -> dict[str, list[str]]:
 
 
 def _write(path: Path, text: str, *, append: bool = False) -> None:
+    if not append:
+        write_whole(path, text)
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a" if append else "w", encoding="utf-8") as file:
+        with path.open("a", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise InputError(str(path), f"cannot be written: {error.strerror}") from None

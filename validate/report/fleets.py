@@ -29,7 +29,7 @@ def plan_page(folder: Path) -> Page:
         plans = [
             {**plan, "name": plan.get("name") or _config(plan["config"]), "feasible": bool(plan["feasible"])} for plan in found["plans"]
         ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(str(path), f"is no plan: {error}", "make one with `twinserve plan SCENARIO --json`") from error
     good = [plan for plan in plans if plan["feasible"]]
     rest = [plan for plan in plans if not plan["feasible"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -11,7 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
-from serving.errors import InputError
+from serving.files import write_whole
 from serving.version import version
 from validate.report import plotly_js
 from validate.report.figure import Figure
@@ -124,13 +123,5 @@ def render(page: Page) -> str:
 def write(page: Page, out: Path) -> int:
     """Write the page whole or not at all; return its size in bytes. Raises InputError when the disk refuses."""
     text = render(page).encode("utf-8")
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(text)
-        partial.replace(out)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise InputError(str(out), f"cannot be written: {error.strerror}") from error
+    write_whole(out, text)
     return len(text)
