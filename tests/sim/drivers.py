@@ -232,6 +232,7 @@ ADMISSIONS = [
 ROUTINGS = [
     ("round_robin", {}), ("least_outstanding_tokens", {"signal_age_s": 0.0}), ("least_outstanding_tokens", {"signal_age_s": 0.05}),
     ("prefix_affinity", {"signal_age_s": 0.03}), ("random", {"seed": 3}), ("topology_aware", {}),
+    ("gossip_affinity", {"routers": 3, "period_s": 0.05, "signal_age_s": 0.03}),
 ]  # fmt: skip
 
 
