@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from serving.errors import InputError
 
 HOTTEST = 255
@@ -23,7 +25,7 @@ class Heat:
         self._decay_uses = decay_uses
         self._cold_levels = LEVELS if pin_at is None else pin_at.bit_length()
         self._heat: dict[object, tuple[int, int]] = {}  # with how often all had cooled when it was noted
-        self._queues: dict[int, list[dict[object, None]]] = {}  # by tier, by level, the oldest first
+        self._queues: dict[int, list[OrderedDict[object, None]]] = {}  # by tier, by level, the oldest first
         self._cooled = self._uses = 0
 
     def heat(self, key: object) -> int:
@@ -35,7 +37,7 @@ class Heat:
         """The newest of its level."""
         queues = self._queues.get(tier)
         if queues is None:
-            queues = self._queues[tier] = [{} for _ in range(LEVELS)]
+            queues = self._queues[tier] = [OrderedDict() for _ in range(LEVELS)]
         queues[self.heat(key).bit_length()][key] = None
 
     def used(self, key: object) -> None:
@@ -66,4 +68,4 @@ class Heat:
         self._cooled += 1
         for queues in self._queues.values():
             queues[0].update(queues[1])
-            queues[1:] = [*queues[2:], {}]
+            queues[1:] = [*queues[2:], OrderedDict()]

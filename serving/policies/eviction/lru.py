@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 
 class Lru:
     """By order of use alone."""
 
     def __init__(self) -> None:
-        self._order: dict[int, dict[object, None]] = {}
+        self._order: dict[int, OrderedDict[object, None]] = {}  # finds its first key at once however many have left before it
 
     def stored(self, tier: int, key: object) -> None:
         """The newest."""
-        self._order.setdefault(tier, {})[key] = None
+        self._order.setdefault(tier, OrderedDict())[key] = None
 
     def used(self, key: object) -> None:
         """It will be stored again, as the newest."""
