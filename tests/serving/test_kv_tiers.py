@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -250,3 +252,15 @@ def test_heat_keeps_what_many_want_where_a_scan_would_push_it_out():
     heat, lru = (simulate(load("page-heat", ["workload.requests=700", f"kv_cache.eviction={name}"]), saturated_rps=1.0).summary for name in ("heat", "lru"))
     assert heat["prefix_cache_hit_rate"] > 1.1 * lru["prefix_cache_hit_rate"]
     assert heat["ttft_s"]["mean"] < lru["ttft_s"]["mean"]
+
+
+@pytest.mark.parametrize("eviction", ["lru", "heat"])
+def test_a_page_costs_no_more_to_take_in_however_large_the_tier_that_is_full(eviction):
+    def spent_s(blocks: int) -> float:
+        lower = tiers(blocks, eviction=eviction)
+        lower.store(range(blocks))
+        start_s = time.process_time()
+        lower.store(range(blocks, blocks + 20_000))
+        return time.process_time() - start_s
+
+    assert spent_s(40_000) < 6 * min(spent_s(400) for _ in range(2)), "looking for the oldest page must not pass those that left"
