@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.clocks import ReportedClock
 from engine.graphs import StepPath
-from engine.messages import Step
 from engine.measure import spare_the_collector
+from engine.messages import Step
 from engine.run import Engine, build_loop
 from engine.step import StepInput, StepOutput, StepTimes
 from serving.clients import start_clients

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from serving.errors import InputError
@@ -19,7 +21,7 @@ def test_rounds_continue_the_thoughts_before_them():
     for session in sessions("workload.reasoning.branches=1"):
         requests = [turn.arrival for turn in session.turns]
         assert len(requests) == 4 and [one.request.class_name for one in requests] == ["reasoning"] * 3 + ["default"]
-        for (before, thought), (after, _) in zip(requests, requests[1:]):
+        for (before, thought), (after, _) in itertools.pairwise(requests):
             asked = 32 if after.class_name == "reasoning" else 0
             assert after.prompt_tokens == before.prompt_tokens + thought + asked
             named = (*before.prefix_hashes, *((before.generated_hash_seed, block) for block in range(len(before.prefix_hashes), (before.prompt_tokens + thought) // 16)))

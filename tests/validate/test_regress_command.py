@@ -72,7 +72,7 @@ def test_a_worse_policy_fails_everywhere_it_should_be_read(suite, capsys, monkey
     assert regress(suite, "window=none", f"window={POLICIES}:Slow", "--junit", "out/junit.xml", "--markdown", "out/summary.md") == 1
     printed = capsys.readouterr().out
     assert "\nREGRESSED: " in printed and " worse in 1 scenario\n" in printed and "::error title=short%3A TTFT p50 is worse::" in printed
-    table, rest = printed.split("REGRESSED")
+    table, _rest = printed.split("REGRESSED")
     assert "FAIL" in table and " times [" not in table and " times  [" in table, "a change many times over is told as such"
     assert "is worse" not in table and "same" in table
     tree = ElementTree.parse("out/junit.xml").getroot()
