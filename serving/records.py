@@ -22,6 +22,7 @@ import numpy as np
 from serving.errors import InputError
 from serving.files import parse_json
 from serving.metrics import STATUS_NAMES
+from serving.run_checks import check_rows, check_summary
 from serving.version import commit, version
 
 if TYPE_CHECKING:
@@ -233,6 +234,7 @@ class Run:
         summary = parse_json(_read_text(path), str(path))
         if not isinstance(summary, dict):
             raise InputError(str(path), "holds no object of metrics")
+        check_summary(summary, path)
         return summary
 
     @cached_property
@@ -281,6 +283,8 @@ def open_run(path: Path | str) -> Run:
     missing = [key for key in _INFO_KEYS if not isinstance(info, dict) or key not in info]
     if missing:
         raise InputError(str(file), f"lacks the key '{missing[0]}'")
+    if not isinstance(info["scenario"], dict) or not isinstance(info["versions"], dict):
+        raise InputError(str(file), f"'{'versions' if isinstance(info['scenario'], dict) else 'scenario'}' must be a mapping")
     return Run(folder, info)
 
 
@@ -301,6 +305,8 @@ def _read_table(path: Path, columns: Mapping[str, str], why_absent: str) -> pd.D
         found = table.schema.field(field.name).type
         if found != field.type and not (_is_number(found) and _is_number(field.type)):
             raise InputError(str(path), f"the column '{field.name}' holds {found}, not {field.type}")
+    if columns in (REQUEST_COLUMNS, STEP_COLUMNS):
+        check_rows(table, columns, path)
     return table.to_pandas()
 
 

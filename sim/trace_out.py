@@ -20,6 +20,7 @@ from typing import IO
 from serving.errors import InputError
 from serving.files import whole_file
 from serving.records import REQUEST_COLUMNS, STAGE_COLUMNS, STEP_COLUMNS, open_run
+from serving.run_checks import check_rows
 
 Batch = Mapping[str, Sequence]  # columns of equal length, as plain Python lists
 BATCH_ROWS = 8192
@@ -191,7 +192,11 @@ def _batches(path: Path, names: Sequence[str], known: Mapping[str, str]) -> Iter
             missing = [name for name in known if name not in table.schema_arrow.names]
             if missing:
                 raise InputError(str(path), f"lacks the column '{missing[0]}'")
+            first_row = 0
             for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=list(names)):
+                if known is not STAGE_COLUMNS:
+                    check_rows(batch, {name: known[name] for name in names}, path, first_row)
+                first_row += len(batch)
                 yield batch.to_pydict()
     except (pa.ArrowException, OSError) as error:
         raise InputError(str(path), f"is not a readable parquet file: {str(error).splitlines()[0]}") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from serving.records import Run, open_run
+from serving.run_checks import check_summary
 
 Columns = dict[str, np.ndarray]
 
@@ -76,9 +77,16 @@ def _columns(run: Run, table: str) -> Columns:
     return {name: frame[name].to_numpy(dtype=object if frame[name].dtype.kind not in "iufb" else None) for name in frame.columns}
 
 
+def _whole(summary: Mapping) -> Mapping:
+    """A summary whose groups are all mappings: what an imported run does not know at all is unknown figure by figure."""
+    unknown = {"slo_attainment": {"overall": None, "by_class": {}}, "kv_utilisation": {"mean": None, "max": None}}
+    return {**summary, **{key: empty for key, empty in unknown.items() if summary[key] is None}}
+
+
 def read_run(folder: Path, label: str = "") -> RunData:
     """Read a run directory. Raises InputError when the folder is none or a file of it is broken; absent tables stay empty."""
     run = open_run(folder)
+    check_summary(run.summary, folder / "summary.json", complete=True)
     facts = {key: value for key, value in run.info.items() if key != "scenario"}
     requests, steps = _columns(run, "requests"), _columns(run, "steps")
-    return RunData(folder, label or folder.resolve().name, run.info["scenario"], facts, run.summary, requests, steps, _columns(run, "stages"))
+    return RunData(folder, label or folder.resolve().name, run.info["scenario"], facts, _whole(run.summary), requests, steps, _columns(run, "stages"))

@@ -17,7 +17,7 @@ LoadFactor = Annotated[
     Field(description="arrivals as a fraction of what this configuration serves when saturated; instead of rate_rps"),
 ]
 Variation = Annotated[
-    float, Field(strict=True, gt=0, le=100, description="coefficient of variation of the gaps: 1 is Poisson, more is bursty")
+    float, Field(strict=True, ge=1e-6, le=100, description="coefficient of variation of the gaps: 1 is Poisson, more is bursty")
 ]
 
 

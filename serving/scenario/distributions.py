@@ -100,7 +100,7 @@ class Gamma(BaseModel):
     model_config = STRICT
     dist: Literal["gamma"]
     mean: Positive
-    cv: Annotated[float, Field(strict=True, gt=0, le=100)]
+    cv: Annotated[float, Field(strict=True, ge=1e-6, le=100)]
     min: Low = None
     max: High = None
 

@@ -33,7 +33,7 @@ class Autoscaling(BaseModel):
     )
     minimum: Annotated[int, Field(strict=True, ge=1, le=10_000)] = 1
     maximum: Annotated[int, Field(strict=True, ge=1, le=10_000)]
-    interval_s: Annotated[Positive, Field(description="between two decisions")] = 15.0
+    interval_s: Annotated[float, Field(strict=True, ge=1e-3, le=1e12, allow_inf_nan=False, description="between two decisions")] = 15.0
     cold_start: ColdStart = ColdStart()
 
     @model_validator(mode="after")

@@ -144,3 +144,44 @@ def test_every_break_is_named(tmp_path, damage, message):
         run = open_run(tmp_path / "run")
         for table in ("summary", "requests", "steps", "plans"):
             getattr(run, table)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "says"),
+    [
+        ("duration_s", [0.1, None], r"steps\.parquet: row 1: 'duration_s' is empty"),
+        ("duration_s", [0.1, float("nan")], r"row 1: 'duration_s' is nan"),
+        ("start_s", [float("inf"), 0.1], r"row 0: 'start_s' is inf"),
+        ("decode_seqs", [1, -1], r"row 1: 'decode_seqs' is -1"),
+        ("decode_seqs", ["1", "2"], r"'decode_seqs' holds string, not int32"),
+    ],
+)
+def test_a_table_with_a_hole_names_row_and_column(tmp_path, column, values, says):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from serving.records import STEP_COLUMNS, Run
+
+    rows = {name: [1, 1] for name in STEP_COLUMNS} | {column: values}
+    pq.write_table(pa.table(rows), tmp_path / "steps.parquet")
+    with pytest.raises(InputError, match=says):
+        Run(tmp_path, {}).steps  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("text", "complete", "says"),
+    [
+        ('{"ttft_s": null}', False, "ttft_s: must be a mapping"),
+        ('{"requests": {"arrived": "many"}}', False, r"requests\.arrived: must be a number \(got 'many'\)"),
+        ('{"goodput_rps": [1]}', False, "goodput_rps: must be a number"),
+        ('{"slo_attainment": {"overall": 1, "by_class": 3}}', False, "by_class: must be a mapping"),
+        ("{}", True, "duration_s: is missing"),
+    ],
+)
+def test_a_summary_whose_figures_are_none(tmp_path, text, complete, says):
+    import json
+
+    from serving.run_checks import check_summary
+
+    with pytest.raises(InputError, match=says):
+        check_summary(json.loads(text), tmp_path / "summary.json", complete=complete)

@@ -222,3 +222,15 @@ def test_files_of_no_kind(tmp_path, content, message):
         import_file("aiprf", tmp_path / "f", tmp_path / "run")
     with pytest.raises(InputError, match="cannot be read"):
         detect(tmp_path / "absent")
+
+
+def test_every_imported_run_has_a_report(data_dir, tmp_path):
+    pytest.importorskip("plotly")
+    import twinserve
+
+    shown = 0
+    for file in sorted((data_dir / "client_formats").iterdir()):
+        if twinserve.main(["import", "auto", str(file), "--out", str(tmp_path / "run")]) == 0:
+            assert twinserve.main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0, file.name
+            shown += 1
+    assert shown >= 5

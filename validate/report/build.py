@@ -42,6 +42,11 @@ def _parts(*parts: Figure | headline.Table | None) -> list[Figure | headline.Tab
     return [part for part in parts if part is not None]
 
 
+def _size(run: RunData) -> str:
+    arrived, duration_s = run.summary["requests"]["arrived"], run.summary["duration_s"]
+    return ("requests" if arrived is None else f"{arrived:,} requests") + ("" if duration_s is None else f" in {duration_s:,.0f} s")
+
+
 def _subtitle(run: RunData) -> str:
     scenario = run.scenario
     gpu, replicas, tp = (find(scenario, f"cluster.{key}") for key in ("gpu", "replicas", "tensor_parallel"))
@@ -52,7 +57,7 @@ def _subtitle(run: RunData) -> str:
     fleet = f"{find(scenario, 'llm', 'unnamed model')} on {hardware}"
     batching = find(scenario, "policy.batching.name") or find(scenario, "policy.batching")
     ordering = find(scenario, "policy.ordering.name") or find(scenario, "policy.ordering")
-    words = [fleet + (f", tensor parallel {tp}" if tp and tp > 1 else ""), f"{run.summary['requests']['arrived']:,} requests in {run.summary['duration_s']:,.0f} s"]
+    words = [fleet + (f", tensor parallel {tp}" if tp and tp > 1 else ""), _size(run)]
     words += [f"{ordering} order, {str(batching).replace('_', ' ')}"] if ordering and batching else []
     return " · ".join(words) + (" · interrupted" if run.facts.get("partial") else "")
 

@@ -74,11 +74,13 @@ def worst_class(run: RunData) -> tuple[str, float] | None:
 def verdict(run: RunData, causes: Mapping[str, list[Cause]] | None = None) -> tuple[str, str]:
     """Return (tone, sentence): does the run meet its objectives, which class is worst, what slows first tokens, how near saturation."""
     requests, rho = run.summary["requests"], run.summary.get("load_factor")
+    if requests["completed"] is None:
+        return "", "The file that this run was imported from does not say how many requests completed."
     if not requests["completed"]:
         return "bad", f"No request completed: {requests['arrived']:,} arrived."
     worst, goal = worst_class(run), find(run.scenario, "slo.attainment", 1.0)
     near = f" The load is {rho:.2f} of saturation: {load_words(rho)}." if rho is not None and rho >= 0.9 else ""
-    lost = requests["rejected"] + requests["failed"]
+    lost = (requests["rejected"] or 0) + (requests["failed"] or 0)
     if lost:
         near = f" {lost:,} of {requests['arrived']:,} requests were rejected or failed." + near
     if worst is None:
@@ -111,13 +113,19 @@ def cards(run: RunData) -> list[Card]:
         median, median_unit = _duration(summary[metric]["p50"])
         note = f"median {median} {median_unit}" + (f" · SLO {objective:g} ms" if objective else "")
         found.append(Card(f"{SHORT[metric]} p99", value, unit, note))
-    found.append(Card("Goodput", number(summary["goodput_rps"]), "req/s", f"of {number(summary['requests_per_s'])} req/s served"))
+    if summary["goodput_rps"] is None:
+        found.append(Card("Served", number(summary["requests_per_s"]), "req/s", "no objectives known"))
+    else:
+        found.append(Card("Goodput", number(summary["goodput_rps"]), "req/s", f"of {number(summary['requests_per_s'])} req/s served"))
     found.append(Card("Output", number(summary["output_tokens_per_s"]), "tok/s", f"and {number(summary['prompt_tokens_per_s'])} prompt tok/s"))
     rho = summary.get("load_factor")
     if rho is not None:
         found.append(Card("Load factor \u03c1", f"{rho:.2f}", "", load_words(rho).split(":")[0].lower(), "bad" if rho >= 0.95 else ""))
-    found.append(Card("KV cache", percent(summary["kv_utilisation"]["max"], 0), "peak", f"{percent(summary['kv_utilisation']['mean'], 0)} on average"))
-    found.append(Card("GPUs busy", percent(summary["gpu_busy_fraction"], 0), "", f"{summary['preemptions']:,} preemptions"))
+    if summary["kv_utilisation"]["max"] is not None:
+        found.append(Card("KV cache", percent(summary["kv_utilisation"]["max"], 0), "peak", f"{percent(summary['kv_utilisation']['mean'], 0)} on average"))
+    if summary["gpu_busy_fraction"] is not None:
+        preempted = summary["preemptions"]
+        found.append(Card("GPUs busy", percent(summary["gpu_busy_fraction"], 0), "", "" if preempted is None else f"{preempted:,} preemptions"))
     cost = summary.get("usd_per_million_output_tokens")
     if cost is not None:
         found.append(Card("Cost", f"${number(cost)}", "", "a million output tokens"))

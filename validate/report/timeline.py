@@ -75,12 +75,12 @@ def kv_blocks(run: RunData) -> float | None:
     configured = find(run.scenario, "kv_cache.blocks")
     if configured:
         return float(configured)
-    fullest, used = find(run.summary, "kv_utilisation.max"), float(run.steps["kv_blocks_used"].max())
+    fullest, used = find(run.summary, "kv_utilisation.max"), float(run.steps["kv_blocks_used"].max(initial=0))
     return used / fullest if fullest else None
 
 
 def _end_s(run: RunData) -> float:
-    return max(float(run.summary.get("duration_s") or 0), float((run.steps["start_s"] + run.steps["duration_s"]).max()), 1e-9)
+    return max(float(run.summary.get("duration_s") or 0), float((run.steps["start_s"] + run.steps["duration_s"]).max(initial=0)), 1e-9)
 
 
 def panels(run: RunData) -> tuple[list[str], np.ndarray, list[Panel]]:
