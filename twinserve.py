@@ -50,6 +50,7 @@ def build(asked: str | None) -> typer.Typer:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code: 0 done, 1 the answer is no, 2 the input is wrong, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    _mend_streams()
     asked = next((word for word in arguments if not word.startswith("-")), None)
     try:
         code = build(asked)(arguments, prog_name="twinserve", standalone_mode=False)
@@ -73,8 +74,34 @@ def main(arguments: list[str] | None = None) -> int:
     except SystemExit as stop:  # click's own answer to a broken pipe is 1, which here would mean "the answer is no"
         if isinstance(stop.__context__, BrokenPipeError):
             return _reader_has_gone()
-        raise
+        return _blame_policy(stop)
+    except Exception as error:
+        return _blame_policy(error)
     return code if isinstance(code, int) else 0
+
+
+def _mend_streams() -> None:
+    """Let text be printed whatever the terminal's encoding, and go nowhere where the caller closed the stream."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (open until the process ends)
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _blame_policy(error: BaseException) -> int:
+    """Say in one line what a user's policy file raised, with its file and line; anything else is ours, and is raised on."""
+    trace, found = error.__traceback__, None
+    while trace is not None:
+        if str(trace.tb_frame.f_globals.get("__name__", "")).startswith("twinserve_user_policy_"):
+            found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}: policy method '{trace.tb_frame.f_code.co_name}'"
+        trace = trace.tb_next
+    if found is None:
+        raise error
+    said = " ".join(str(error).split())[:300]
+    print(f"error: {found} failed: {type(error).__name__}" + (f": {said}" if said else ""), file=sys.stderr)
+    return WRONG_INPUT
 
 
 def _reader_has_gone() -> int:

@@ -131,3 +131,45 @@ def test_ctrl_c_leaves_a_readable_partial_run(tmp_path):
     run = open_run(out)
     assert run.partial and 0 < run.summary["requests"]["completed"] < 10_000_000
     assert len(run.requests) == run.summary["requests"]["completed"] and [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [("raise ZeroDivisionError('boom\\nagain')", "ZeroDivisionError: boom again"), ("raise SystemExit(0)", "SystemExit: 0"), ("return self.key(a, b)", "RecursionError")],
+)
+def test_a_policy_file_that_raises_is_named_with_its_line(capsys, tiny, tmp_path, body, says):
+    policy = tmp_path / "mine.py"
+    policy.write_text(f"class Mine:\n    static = True\n\n    def key(self, a, b):\n        {body}\n")
+    code, out, err = call(capsys, "run", tiny, "--set", f"policy.ordering={policy}:Mine")
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert "mine.py:5: policy method 'key' failed: " in err and says in err
+
+
+def test_text_is_printed_whatever_the_terminal_can_show(tmp_path):
+    import os
+
+    path = tmp_path / "odd.yaml"
+    path.write_text(TINY.replace("name: tiny", 'name: "t\u00efny \u2192"'), encoding="utf-8")
+    done = in_shell("run", str(path), "--no-records", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and done.stderr == "" and "t\\xefny" in done.stdout
+
+
+def test_closed_output_is_no_crash(tiny):
+    command = f"'{sys.executable}' '{ROOT / 'twinserve.py'}' run '{tiny}' --no-records >&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "{tiny}", "--out", "y" * 300], "File name too long"),
+        (["run", "{tiny}", "--set", "workload.arrivals.rate_rps=1e-300"], "272 years"),
+        (["run", "speculative", "--set", "speculation.policy.tokens=1.5"], "takes a whole number here, not 1.5"),
+        (["memory", "--llm", "llama-3.1-8b", "--gpu", "h100-sxm", "--gpu-gib", "1e308"], "at most"),
+        (["sweep", "{tiny}", "--vary", "workload.arrivals.rate_rps=1:1e400:3"], "too large"),
+    ],
+)
+def test_values_no_machine_can_take(capsys, tiny, arguments, message):
+    code, out, err = call(capsys, *(word.format(tiny=tiny) for word in arguments))
+    assert code == 2 and out == "" and message in err and err.count("\n") == 1
