@@ -117,7 +117,7 @@ def runs_page(runs: Sequence[RunData]) -> Page:
         parts = _parts(agreement.differences(base, other), *(agreement.pairs(base, other, metric) for metric in ("ttft_s", "tpot_s", "e2e_s")))
         sections = [Section("agreement", "Agreement", [*parts, headline.difference_table(base, other)])]
     sections.append(Section("latency", "Latency", ladders, "Percentile ladders: each further nine takes the same room."))
-    sections += [Section(f"time-{i}", f"Over time: {run.label}", [timeline.series(run)._replace(key=f"series-{i}")]) for i, run in enumerate(runs) if run.steps]
+    sections += [Section(f"time-{i}", f"Over time: {run.label}", [timeline.series(run)._replace(key=f"series-{i}")]) for i, run in enumerate(runs) if run.steps and len(run.steps["step"])]
     heading = str(find(runs[0].scenario, "name", runs[0].label)) if len({find(r.scenario, "name") for r in runs}) == 1 else " · ".join(r.label for r in runs)
     return Page(kind, heading, _subtitle(runs[0]), verdict, "", [], sections, _provenance(runs))
 
