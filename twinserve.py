@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from serving.errors import InputError
+from serving.errors import BrokenPolicyError, InputError
 
 # command -> (the module whose ``register(app)`` adds it, its line in the overview)
 COMMANDS = {
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         code = build(asked)(arguments, prog_name="twinserve", standalone_mode=False)
         sys.stdout.flush()
-    except InputError as error:
+    except (InputError, BrokenPolicyError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return WRONG_INPUT
     except _USAGE_ERROR as error:
@@ -67,6 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         return _reader_has_gone()
     except OSError as error:  # what the disk or the system says of a file that the user named
+        if _place_in_policy(error):
+            return _blame_policy(error)
         if error.filename is None and error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             raise
         print("error:", " ".join(f"{error.filename or 'the output'}: {error.strerror}".split()), file=sys.stderr)
@@ -92,16 +94,22 @@ def _mend_streams() -> None:
 
 def _blame_policy(error: BaseException) -> int:
     """Say in one line what a user's policy file raised, with its file and line; anything else is ours, and is raised on."""
-    trace, found = error.__traceback__, None
-    while trace is not None:
-        if str(trace.tb_frame.f_globals.get("__name__", "")).startswith("twinserve_user_policy_"):
-            found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}: policy method '{trace.tb_frame.f_code.co_name}'"
-        trace = trace.tb_next
+    found = _place_in_policy(error)
     if found is None:
         raise error
     said = " ".join(str(error).split())[:300]
     print(f"error: {found} failed: {type(error).__name__}" + (f": {said}" if said else ""), file=sys.stderr)
     return WRONG_INPUT
+
+
+def _place_in_policy(error: BaseException) -> str | None:
+    """Where in a user's policy file ``error`` came from, the innermost frame; None when there is no such file on the way."""
+    trace, found = error.__traceback__, None
+    while trace is not None:
+        if str(trace.tb_frame.f_globals.get("__name__", "")).startswith("twinserve_user_policy_"):
+            found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}: policy method '{trace.tb_frame.f_code.co_name}'"
+        trace = trace.tb_next
+    return found
 
 
 def _reader_has_gone() -> int:

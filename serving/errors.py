@@ -1,4 +1,4 @@
-"""The one error a user's mistake raises; the command prints it on one line and exits with code 2."""
+"""The errors that a user's mistake raises: the command prints them on one line and exits with code 2."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ class InputError(ValueError):
         self.problem = problem
         self.hint = hint
         super().__init__(f"{where}: {problem}" + (f" ({hint})" if hint else ""))
+
+
+class BrokenPolicyError(RuntimeError):
+    """A policy broke a rule of the seam: names the policy, the step and the rule."""
+
+
+class IllegalAnswerError(BrokenPolicyError):
+    """What a policy answered is no answer: names the policy, the method, the answer and what it must be."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

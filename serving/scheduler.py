@@ -19,6 +19,7 @@ from heapq import heappop, heappush
 
 from serving.builder import PlanBuilder
 from serving.checks import check_scheduler
+from serving.errors import BrokenPolicyError
 from serving.in_flight import InFlight
 from serving.kv_pool import KVPool
 from serving.landing import Landing
@@ -31,10 +32,6 @@ from serving.sequence import DECODING, DRAINING, ENDED, PARKED, PREFILLING, WAIT
 from serving.speculation import commit_accepted
 
 HAND_OVER = "hand_over"  # a finish reason: the sequence goes on elsewhere; it keeps its pages here until they are copied
-
-
-class BrokenPolicyError(RuntimeError):
-    """A policy broke a rule of the seam: names the policy, the step and the rule."""
 
 
 class Scheduler:

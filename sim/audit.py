@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from serving.errors import BrokenPolicyError
 from serving.plan import BatchPlan
-from serving.scheduler import BrokenPolicyError
 
 
 class Audit:

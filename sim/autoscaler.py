@@ -6,10 +6,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 
+from serving.errors import BrokenPolicyError
 from serving.policies.protocols import Autoscaling
 from serving.scenario.dynamics import Autoscaling as AutoscalingSpec
 from serving.scenario.model import Targets
-from serving.scheduler import BrokenPolicyError
 from serving.sequence import Sequence
 from sim.dynamics import LOST, READY, STARTING, Fleet
 from sim.outcomes import latencies

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import simpy
 
+from serving.errors import IllegalAnswerError
 from serving.policies.protocols import Routing
 from serving.request import Arrival, Request
 from serving.scheduler import Scheduler
@@ -238,7 +239,7 @@ class Cluster:
             self._read(now_s)
         index = self._routing.route(request, signals)
         if not 0 <= index < len(self.replicas):
-            raise IndexError(f"routing policy {type(self._routing).__name__} chose replica {index} of {len(self.replicas)}")
+            raise IllegalAnswerError(f"routing policy {type(self._routing).__name__} chose replica {index} of {len(self.replicas)}")
         return index if signals.online(index) else signals.least_outstanding()
 
     def _read_latest(self, now_s: float) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from serving.errors import InputError, nearest
+from serving.errors import IllegalAnswerError, InputError, nearest
 from serving.histogram import Histogram
 from serving.policies.protocols import Site
 from serving.records import TableLog
@@ -177,7 +177,7 @@ class SiteFleet:
         )  # fmt: skip
         position = self._policy.serve_at(request, seen)
         if not 0 <= position < len(places):
-            raise IndexError(f"site policy {type(self._policy).__name__} chose position {position} of {len(places)}")
+            raise IllegalAnswerError(f"site policy {type(self._policy).__name__} chose position {position} of {len(places)}")
         return places[position]
 
     def _waiting(self, place: int) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from serving.catalog import load_gpu, load_llm
-from serving.errors import InputError
+from serving.errors import BrokenPolicyError, InputError
 from serving.kv_pool import KVPool
 from serving.kv_tiers import LowerTiers, build_tiers
 from serving.layer_reuse import reusing
@@ -26,7 +26,7 @@ from serving.policies.build import policies_of
 from serving.records import Run, open_run
 from serving.request import Request
 from serving.scenario import Scenario, from_mapping
-from serving.scheduler import BrokenPolicyError, Scheduler
+from serving.scheduler import Scheduler
 from serving.sequence import Sequence
 from serving.workload import Session, conversations, follows_answers, open_arrivals
 

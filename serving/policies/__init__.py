@@ -83,6 +83,11 @@ def load(kind: str, name: str, options: Mapping[str, Any] | None = None, *, wher
     for method in KINDS[kind]:
         if not callable(getattr(policy, method, None)):
             raise InputError(where, f"'{name}' is no {kind} policy: it has no method '{method}'")
+    if ":" in name:
+        from serving.policies.answers import check_signatures, checked
+
+        check_signatures(kind, policy, where)
+        return checked(kind, policy)
     return policy
 
 

@@ -161,7 +161,7 @@ def test_plans_commit_in_order_and_no_further_ahead_than_allowed():
 
 
 def test_a_policy_that_neither_plans_nor_says_when_is_named():
-    from serving.scheduler import BrokenPolicyError
+    from serving.errors import BrokenPolicyError
 
     class Idle:
         def plan(self, batch):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from drivers import Case, Linear, request, serve
 
+from serving.errors import IllegalAnswerError
 from serving.policies import load
 from serving.request import Arrival
 
@@ -162,5 +163,5 @@ def test_a_router_that_names_no_replica_is_named():
             return 5
 
     case = Case(replicas=2).with_policy("routing", Nowhere)
-    with pytest.raises(IndexError, match="Nowhere chose replica 5 of 2"):
+    with pytest.raises(IllegalAnswerError, match="Nowhere chose replica 5 of 2"):
         serve(case, burst(1, 1.0))

@@ -9,11 +9,11 @@ import pytest
 from changing_fleets import COLD_S, Changed, random_faults, serve_changing
 from drivers import Case, Linear, random_arrivals, random_case, request
 
+from serving.errors import BrokenPolicyError
 from serving.metrics import ABORTED, CAPACITY, COMPLETED, ERROR, REJECTED
 from serving.policies import load
 from serving.request import Arrival
 from serving.scenario.dynamics import Fault, Faults
-from serving.scheduler import BrokenPolicyError
 from sim.dynamics import DRAINING, LOST, OFF, READY, STARTING, Fleet
 
 FLAT = Linear(0.1, 0.0, 0.0, 0.0)  # every step takes 0.1 s

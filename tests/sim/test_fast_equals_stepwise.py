@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from drivers import Case, Linear, Served, random_aborts, random_arrivals, random_case, request, serve
 
+from serving.errors import BrokenPolicyError
 from serving.policies.batching.chunked_prefill import ChunkedPrefill
 from serving.request import Arrival
-from serving.scheduler import BrokenPolicyError
 
 
 def watch_nothing(request_id: int, time_s: float, status: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,9 +17,9 @@ import numpy as np
 import sim
 from hwmodels.latency import LatencyModel
 from serving.clients import start_clients
-from serving.errors import InputError
+from serving.errors import BrokenPolicyError, IllegalAnswerError, InputError
 from serving.scenario import Scenario
-from serving.scheduler import BrokenPolicyError, Scheduler
+from serving.scheduler import Scheduler
 from sim.attach import attach as attach_dynamics
 from sim.cluster import Cluster
 from sim.disaggregation import Disaggregated
@@ -132,10 +133,12 @@ def fault_of(error: BaseException, limit_s: float) -> Fault:
     place = _place(error)
     if isinstance(error, OutOfTimeError):
         return Fault(step, f"must decide in finite time: no end within {limit_s:g} s", place)
+    if isinstance(error, IllegalAnswerError):
+        return Fault(step, "must return a legal decision", str(error))
     if isinstance(error, BrokenPolicyError):
         words = str(error)
-        found = next((int(each) for each in words.replace(",", " ").replace(":", " ").split() if each.isdigit()), step)
-        return Fault(found, "must keep its promises and leave no work undone", words)
+        found = re.search(r"\bstep (\d+)", words)
+        return Fault(int(found[1]) if found else step, "must keep its promises and leave no work undone", words)
     if isinstance(error, AssertionError):
         return Fault(step, "pages and queues must agree with the sequences", f"{error} {place}".strip())
     return Fault(step, "must return a legal decision", f"{type(error).__name__}: {error}{place and ', ' + place}")
