@@ -9,6 +9,7 @@ import contextlib
 import gc
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -154,21 +155,26 @@ def _step(case: Case, block_tokens: int, vocab: int) -> StepInput:
 
 
 def _open_log(log: Path, facts: dict[str, Any], cases: Sequence[Case]) -> list[Measurement]:
-    """Read the measurements in ``log``, or begin it. Raises InputError for one of other cases or of another device."""
+    """Read the measurements in ``log``, or begin it. A last line that was cut short, when the machine died, is taken off.
+
+    Raises InputError for one of other cases or of another device.
+    """
     header = {"facts": facts, "cases": [str(case) for case in cases]}
     if not log.is_file():
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(json.dumps(header) + "\n", encoding="utf-8")
         return []
-    lines = log.read_text(encoding="utf-8").splitlines()
+    whole, _, torn = log.read_bytes().rpartition(b"\n")
     try:
-        known, rows = json.loads(lines[0]), [json.loads(line) for line in lines[1:]]
+        known, *rows = [json.loads(line) for line in whole.splitlines()]
         results = [Measurement(*row) for row in rows]
-    except (ValueError, TypeError, IndexError):
+        other = next((key for key, value in header.items() if known.get(key) != value), None)
+    except (ValueError, TypeError, AttributeError):
         raise InputError(str(log), "is no file of measurements", "remove it, or name another --out") from None
-    for key, value in header.items():
-        if known.get(key) != value:
-            raise InputError(str(log), f"holds measurements of other {key}", "remove it, or name another --out")
+    if other:
+        raise InputError(str(log), f"holds measurements of other {other}", "remove it, or name another --out")
+    if torn:
+        os.truncate(log, len(whole) + 1)
     return results
 
 

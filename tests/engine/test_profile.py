@@ -73,6 +73,16 @@ def test_an_interrupted_profile_goes_on_where_it_was(tmp_path):
     assert len(log.read_text().splitlines()) == 25
 
 
+def test_a_line_that_was_cut_short_is_measured_again(tmp_path):
+    cases, log = [Case((), n, 16) for n in range(1, 4)], tmp_path / "log"
+    run(engine(interrupt_at=9), cases, log)
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:-1]) + lines[-1][:7])
+    again = run(engine(), cases, log)
+    assert len(again.results) == 12 and log.read_text().splitlines()[: len(lines) - 1] == [line.rstrip("\n") for line in lines[:-1]]
+    assert run(engine(), cases, log).results == again.results, "the file is whole again"
+
+
 def test_the_budget_ends_it(tmp_path):
     measured = run(engine(noise=1.0), [Case((), 1, 4)] * 1, tmp_path / "log", budget_s=0.05, target=1e-6)
     assert measured.results and not measured.interrupted
