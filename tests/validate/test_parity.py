@@ -67,7 +67,7 @@ import time
 
 class FlippedTie:
     def key(self, request, queue):
-        return (request.arrival_s, -request.request_id)
+        return (request.arrival_s, -request.request_id, request.request_id)
 
 class WallClock:
     def key(self, request, queue):
