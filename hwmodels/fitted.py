@@ -5,17 +5,20 @@
 
 T is the number of token rows, padded to the captured size where a CUDA graph replays the step; remainder tiles are what a matrix product
 adds to full tiles of four rows, one of two rows and one of one row; ``eager`` counts steps that no graph replays where there are graphs. No
-coefficient is negative, so no step is. A decode step of B sequences is ``a + b * C`` with a and b looked up by B: ``step_s`` and ``run_s``
-compute just that.
+coefficient is negative. A step of B decodes and nothing else may deviate from that line, because kernels change with B (a CPU takes longer for
+two sequences than for three): ``decode_batches_s`` holds what it takes more or less by B, straight between the sizes that were measured and
+constant beyond. Such a step is ``a + b * C`` with a and b looked up by B, a not below 0: ``step_s`` and ``run_s`` compute just that.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hwmodels.latency import AllReduce, check_options
 from serving.catalog import Gpu
@@ -39,13 +42,23 @@ def remainder_tiles(rows: int) -> int:
     return (rows & 1) + (rows >> 1 & 1)
 
 
+def beyond_terms_s(batches_s: Mapping[int, float], decodes: Any) -> np.ndarray:
+    """Seconds beyond the terms of decode-only steps of ``decodes`` sequences (a number or an array): interpolated, constant beyond the ends."""
+    sizes = sorted(batches_s)
+    return np.interp(decodes, sizes, [batches_s[size] for size in sizes])
+
+
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Seconds per unit of each term, none negative; ``graph_sizes`` are the captured batch sizes."""
+    """Seconds per unit of each term, none negative; ``graph_sizes`` are the captured batch sizes.
+
+    ``decode_batches_s`` is what a decode-only step of so many sequences takes beyond its terms, seconds.
+    """
 
     device: Mapping[str, float]
     host: Mapping[str, float]
     graph_sizes: tuple[int, ...] = ()
+    decode_batches_s: Mapping[int, float] = field(default_factory=dict)
 
 
 class Fitted:
@@ -55,6 +68,7 @@ class Fitted:
         self.graphs = GraphBuckets(coefficients.graph_sizes)
         self._device = coefficients.device
         self._host = coefficients.host
+        self._batches_s = coefficients.decode_batches_s
         self._provenance = dict(provenance or {})
         self._per_token = coefficients.device["tokens"] + coefficients.host["tokens"]
         self._per_remainder = coefficients.device["remainder_tiles"]
@@ -120,6 +134,8 @@ class Fitted:
         base += device["decodes"] * decodes + (device["any_decode"] if decodes else 0.0) + (device["several_tokens"] if rows > 1 else 0.0)
         base += device["remainder_tiles"] * remainder_tiles(rows)
         base += device["eager"] if path == "eager" and self.graphs.largest else 0.0
+        if self._batches_s and decodes and queries == 1:
+            base = max(0.0, base + float(beyond_terms_s(self._batches_s, decodes)))
         self._decode[decodes, queries] = base
         return base
 
@@ -144,7 +160,18 @@ def load(name_or_path: str | Path, where: str = "latency.file") -> tuple[Coeffic
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise InputError(str(path), f"is no fit of format {FORMAT}", "make one with `twinserve calibrate`")
     sizes = data.get("graph_sizes") or []
-    return Coefficients(_terms(data, "device_s", DEVICE_TERMS, path), _terms(data, "host_s", HOST_TERMS, path), tuple(sizes)), data
+    terms = (_terms(data, part, names, path) for part, names in (("device_s", DEVICE_TERMS), ("host_s", HOST_TERMS)))
+    return Coefficients(*terms, tuple(sizes), _batches(data, path)), data
+
+
+def _batches(data: Mapping[str, Any], path: Path) -> dict[int, float]:
+    given = data.get("decode_batches_s") or {}
+    if not isinstance(given, dict):
+        raise InputError(f"{path}:decode_batches_s", "must hold seconds, by batch size")
+    for size, value in given.items():
+        if type(size) is not int or size < 1 or type(value) not in (int, float) or not math.isfinite(value):
+            raise InputError(f"{path}:decode_batches_s.{size}", "must be a number of seconds, of a batch size from 1", f"got {value!r}")
+    return given
 
 
 def _terms(data: Mapping[str, Any], part: str, names: tuple[str, ...], path: Path) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Measured steps become a ``fitted`` latency model, or are refused with a reason.
 
 Non-negative least squares on relative errors, with large ones held down (Huber), on blocks of steps chosen at random; then everything
-is scaled so that the total time agrees: robust fitting alone comes out short where the large errors are all on one side. What the blocks held out say is the error.
+is scaled so that the total time agrees: robust fitting alone comes out short where the large errors are all on one side. What decode-only steps of one
+batch size take beyond that is kept by batch size, where enough of them were seen. What the blocks held out say is the error.
 Sources: C. Lawson and R. Hanson, Solving Least Squares Problems (1974), ch. 23; P. Huber, Ann. Math. Statist. 35 (1964).
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hwmodels.fitted import DEVICE_TERMS, FORMAT, HOST_TERMS
+from hwmodels.fitted import DEVICE_TERMS, FORMAT, HOST_TERMS, beyond_terms_s
 from serving.errors import InputError
 from serving.files import write_whole
 from serving.records import Run, open_run
@@ -27,6 +28,7 @@ WARM_UP_STEPS = 8  # of each run: first touches of memory, first calls of kernel
 BLOCK_STEPS = 16  # steps that are held out together: neighbours are alike
 HOLDOUT = 0.3
 FEWEST_STEPS = 200
+FEWEST_OF_A_BATCH = 16  # decode-only steps of one batch size before their mean says more than the terms do
 NOISE = 0.25  # mean absolute error of held-out steps beyond which a run says too little
 DRIFT = 0.10  # error of their total time beyond which it says the wrong thing
 HUBER = 1.5  # in units of the residuals' spread
@@ -70,7 +72,8 @@ def calibrate(folders: Sequence[Path], *, seed: int = 0) -> Calibration:
     held_out, groups = _split(table, seed)
     train, test = table.rows(~held_out), table.rows(held_out)
     device, host = fit_terms(train.device, train.device_s, train.duration_s), fit_terms(train.host, train.host_s, train.duration_s)
-    guess = test.device @ device + test.host @ host
+    batches_s = decode_batches_s(train, device, host)
+    guess = _seconds(test, device, host, batches_s)
     rng = stream(seed, "calibrate.intervals")
     mape = mape_interval(test.duration_s, guess, rng=rng, groups=groups[held_out])
     by_regime = {}
@@ -83,7 +86,7 @@ def calibrate(folders: Sequence[Path], *, seed: int = 0) -> Calibration:
     result = Calibration(not reason, reason, len(train.run), mape, bias, by_regime, None)
     if reason:
         return result
-    return Calibration(True, "", len(train.run), mape, bias, by_regime, _file(runs, folders, sizes, device, host, result))
+    return Calibration(True, "", len(train.run), mape, bias, by_regime, _file(runs, folders, sizes, device, host, batches_s, result))
 
 
 def fit_terms(terms: np.ndarray, seconds: np.ndarray, scale_s: np.ndarray) -> np.ndarray:
@@ -107,6 +110,24 @@ def fit_terms(terms: np.ndarray, seconds: np.ndarray, scale_s: np.ndarray) -> np
     coefficients /= unit
     total = float((terms @ coefficients).sum())
     return coefficients * (seconds.sum() / total) if total > 0 else coefficients
+
+
+def decode_batches_s(table: StepTable, device: np.ndarray, host: np.ndarray) -> dict[int, float]:
+    """What decode-only steps take beyond their terms in the mean, seconds by batch size, for sizes of which there are FEWEST_OF_A_BATCH steps."""
+    beyond_s = table.duration_s - table.device @ device - table.host @ host
+    decodes = table.device[:, DEVICE_TERMS.index("decodes")].astype(np.int64)
+    alone = table.regime == REGIMES.index("decode")
+    counts = np.bincount(decodes[alone])
+    return {int(size): float(beyond_s[alone & (decodes == size)].mean()) for size in np.flatnonzero(counts >= FEWEST_OF_A_BATCH)}
+
+
+def _seconds(table: StepTable, device: np.ndarray, host: np.ndarray, batches_s: Mapping[int, float]) -> np.ndarray:
+    """Seconds of each step as the fit has them."""
+    seconds = table.device @ device + table.host @ host
+    if batches_s:
+        alone = table.regime == REGIMES.index("decode")
+        seconds[alone] += beyond_terms_s(batches_s, table.device[alone, DEVICE_TERMS.index("decodes")])
+    return np.maximum(seconds, 0.0)
 
 
 def _split(table: StepTable, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -149,7 +170,8 @@ def _too_noisy(mape: Interval, bias: float) -> str:
 
 
 def _file(
-    runs: Sequence[Run], folders: Sequence[Path], sizes: tuple[int, ...], device: np.ndarray, host: np.ndarray, result: Calibration
+    runs: Sequence[Run], folders: Sequence[Path], sizes: tuple[int, ...], device: np.ndarray, host: np.ndarray, batches_s: dict[int, float],
+    result: Calibration,
 ) -> dict[str, Any]:
     """The contents of the fit's file: coefficients, error, provenance."""
     first = runs[0].info
@@ -162,6 +184,7 @@ def _file(
         "graph_sizes": list(sizes),
         "device_s": {name: float(value) for name, value in zip(DEVICE_TERMS, device) if value},
         "host_s": {name: float(value) for name, value in zip(HOST_TERMS, host) if value},
+        "decode_batches_s": batches_s,
         "holdout": {**result.as_json()["holdout"], "train_steps": result.train_steps},
         "provenance": {
             "device": first["device"],

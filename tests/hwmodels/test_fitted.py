@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwmodels import latency
-from hwmodels.fitted import DEVICE_TERMS, FORMAT, HOST_TERMS, Coefficients, Fitted, load
+from hwmodels.fitted import DEVICE_TERMS, FORMAT, HOST_TERMS, Coefficients, Fitted, beyond_terms_s, load
 from serving.catalog import load_gpu, load_llm
 from serving.errors import InputError
 from serving.plan import StepShape
@@ -19,6 +19,7 @@ coefficients = st.builds(
     st.fixed_dictionaries(dict.fromkeys(DEVICE_TERMS, seconds)),
     st.fixed_dictionaries(dict.fromkeys(HOST_TERMS, seconds)),
     st.sampled_from([(), (1, 2, 4, 8, 16)]),
+    st.dictionaries(st.integers(1, 64), st.floats(-1e-2, 1e-2, allow_subnormal=False), max_size=4),
 )
 chunk = st.tuples(st.integers(1, 4096), st.integers(0, 100_000))
 
@@ -46,8 +47,19 @@ def test_no_step_is_negative_and_each_is_the_sum_of_its_terms(fit, chunks, decod
     }  # fmt: skip
     host = {"constant": 1, "sequences": decodes + len(chunks), "tokens": rows, "logits_rows": shape.logits_rows}
     expected = sum(fit.device[name] * value for name, value in terms.items()) + sum(fit.host[name] * value for name, value in host.items())
-    assert model.step_s(shape) == pytest.approx(expected, rel=1e-12)
+    if not chunks and decodes and fit.decode_batches_s:  # the line's beginning is moved, not below 0
+        slope = fit.device["decode_context_tokens"] * context
+        expected = max(0.0, expected - slope + float(beyond_terms_s(fit.decode_batches_s, decodes))) + slope
+    assert model.step_s(shape) == pytest.approx(expected, rel=1e-9, abs=1e-15)
     assert model.step_s(shape) >= 0
+
+
+def test_what_a_batch_size_takes_beyond_its_terms_is_interpolated_and_constant_at_the_ends():
+    flat = dict.fromkeys(DEVICE_TERMS, 0.0) | {"constant": 0.004}
+    model = Fitted(Coefficients(flat, dict.fromkeys(HOST_TERMS, 0.0), (), {2: 0.001, 4: -0.001}))
+    decoding = [model.step_s(StepShape(decodes=count)) for count in (1, 2, 3, 4, 9)]
+    assert decoding == pytest.approx([0.005, 0.005, 0.004, 0.003, 0.003])
+    assert model.step_s(StepShape(((5, 0),), decodes=2, logits_rows=3)) == 0.004, "a step with a chunk has kernels of its own"
 
 
 def fit_file(folder, **changes):
@@ -73,6 +85,9 @@ def test_a_file_becomes_a_model(tmp_path):
         ({"device_s": {"constant": -1.0}}, "device_s.constant: must be a number of seconds that is not negative"),
         ({"device_s": {"constnt": 1.0}}, "did you mean 'constant'"),
         ({"host_s": [1]}, "host_s: must hold the coefficients"),
+        ({"decode_batches_s": [1]}, "decode_batches_s: must hold seconds, by batch size"),
+        ({"decode_batches_s": {0: 0.1}}, "decode_batches_s.0: must be a number of seconds, of a batch size from 1"),
+        ({"decode_batches_s": {2: float("nan")}}, "decode_batches_s.2: must be a number"),
         ({"format": 7}, "is no fit of format"),
     ],
 )

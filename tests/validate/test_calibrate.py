@@ -69,6 +69,18 @@ def test_known_coefficients_come_back(tmp_path):
         assert found == pytest.approx(truth, rel=1e-3, abs=1e-8), part
 
 
+def test_a_batch_size_that_leaves_the_line_is_found(tmp_path):
+    """Two sequences may take a kernel that is slower than the one of three: no line in the batch size says that."""
+    odd = Coefficients(TRUTH.device, TRUTH.host, (), {1: 0.0, 2: 2e-3, 3: 0.0})
+    result = calibrate([write_run(tmp_path / "run", noise=0.02, truth=odd, steps=3000)])
+    assert result.accepted and result.mape.estimate < 0.02
+    write(result.fit, tmp_path / "fit.yaml")
+    found, truth = Fitted(load(tmp_path / "fit.yaml")[0]), Fitted(odd)
+    for decodes in (1, 2, 3, 4, 20):
+        shape = StepShape(decodes=decodes, decode_context_tokens=200 * decodes, logits_rows=decodes)
+        assert found.step_s(shape) == pytest.approx(truth.step_s(shape), rel=0.02), decodes
+
+
 def test_the_error_on_held_out_steps_is_the_noise_by_regime(tmp_path):
     result = calibrate([write_run(tmp_path / "a", noise=0.08), write_run(tmp_path / "b", noise=0.08, seed=1)])
     expected = 0.08 * np.sqrt(2 / np.pi)
