@@ -47,14 +47,6 @@ class KvCache:
         """Return the bytes all pages take."""
         return sum(pages.nbytes for pages in self.pages)
 
-    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole pages ``sources`` to ``targets`` (int64 [n] each, disjoint) in every layer."""
-        for pages in self.pages:
-            if isinstance(pages, Tensor):
-                pages.index_copy_(0, targets, pages.index_select(0, sources))
-            else:
-                pages.put_raw(targets, pages.raw(sources))
-
 
 def _pages(page: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, narrow: str | None) -> Tensor | NarrowPages:
     return torch.zeros(page, dtype=dtype, device=device) if narrow is None else NarrowPages(narrow, page, dtype, device)

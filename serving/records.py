@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from serving.errors import InputError
-from serving.files import parse_json
+from serving.files import parse_json, read_text
 from serving.metrics import STATUS_NAMES
 from serving.run_checks import check_rows, check_summary
 from serving.version import commit, version
@@ -231,7 +231,7 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """The contents of ``summary.json``; InputError when it is missing or broken."""
         path = self.path / "summary.json"
-        summary = parse_json(_read_text(path), str(path))
+        summary = parse_json(read_text(path), str(path))
         if not isinstance(summary, dict):
             raise InputError(str(path), "holds no object of metrics")
         check_summary(summary, path)
@@ -274,7 +274,7 @@ def open_run(path: Path | str) -> Run:
     file = folder / "run.yaml"
     if not file.is_file():
         raise InputError(str(folder), "is not a run directory: it has no run.yaml")
-    text = _read_text(file)
+    text = read_text(file)
     try:
         info = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -353,13 +353,6 @@ def _parquet_writer(path: Path, schema: Any) -> Any:
 def _write_text(path: Path, text: str) -> None:
     with _disk_errors(path):
         path.write_text(text, encoding="utf-8", newline="\n")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(str(path), f"can't be read: {getattr(error, 'strerror', None) or 'it is not text'}") from error
 
 
 @contextlib.contextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from serving.errors import InputError
+from serving.files import read_json_object
 from validate.report.figure import Figure, axis, duration_axis
 from validate.report.headline import Card, Table, number, percent
 from validate.report.page import Notes, Page, Section
@@ -24,12 +24,12 @@ Plan = Mapping[str, Any]  # an entry of ``plans``: keys as in `twinserve plan --
 def plan_page(folder: Path) -> Page:
     """The page of a plan; raises InputError when its file is broken."""
     path = folder / PLAN_FILE
+    found = read_json_object(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
         plans = [
             {**plan, "name": plan.get("name") or _config(plan["config"]), "feasible": bool(plan["feasible"])} for plan in found["plans"]
         ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise InputError(str(path), f"is no plan: {error}", "make one with `twinserve plan SCENARIO --json`") from error
     good = [plan for plan in plans if plan["feasible"]]
     rest = [plan for plan in plans if not plan["feasible"]]
