@@ -27,7 +27,7 @@ def read_text(path: Path) -> str:
             raise InputError(str(path), f"the file is larger than {MAX_BYTES:,} bytes")
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(str(path), f"is no UTF-8 text (byte {error.start})") from None
+        raise InputError(str(path), f"is not text: no UTF-8 from byte {error.start}") from None
     except OSError as error:
         raise InputError(str(path), f"cannot be read: {error.strerror}") from None
 
